@@ -1,0 +1,93 @@
+"""What a dialect says about a checkpoint: tensors of a quantized linear layer, and who shares a scale. Torch-free."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal, Protocol
+
+from distribute.layers import FUSED_LEAVES, Expert, expert_of, natural_key
+from distribute.recipe import Scheme
+from distribute.source import is_tied
+
+Role = Literal["weight", "weight_scale", "input_scale"]
+#: A set of modules that end up with one value; two or more names, in natural order.
+Group = tuple[str, ...]
+
+PRODUCER = {"name": "nogather", "version": version("nogather")}
+#: Leaf names of the linear layers that read an expert's input; the others read what these produced.
+_FIRST_LEAVES = {"gate_proj", "up_proj", "w1", "w3"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One stored tensor of a quantized linear layer: `<module>.<suffix>`; dtype as safetensors names it."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role
+
+
+@dataclass(frozen=True)
+class ShareGroups:
+    """Which modules take the largest absmax among them.
+
+    `weight`: of the whole weight, before the scale is computed (per tensor scales only).
+    `input`: of the inputs.
+    `input_fallback`: of the inputs, but only for a member that saw none (an expert that no token was routed to).
+    """
+
+    weight: tuple[Group, ...] = ()
+    input: tuple[Group, ...] = ()
+    input_fallback: tuple[Group, ...] = ()
+
+
+class Dialect(Protocol):
+    """A module in this package that speaks one dialect; see `distribute.dialects.table`."""
+
+    def codec(self, scheme: Scheme) -> str:
+        """Key of `distribute.numerics.fp8.CODECS` for the weights."""
+
+    def tensors(self, shape: tuple[int, int], scheme: Scheme, model_dtype: str) -> tuple[TensorSpec, ...]:
+        """Stored tensors of a quantized linear layer with weight (out, in); `model_dtype` as in "BF16"."""
+
+    def share_groups(self, modules: Iterable[str], scheme: Scheme) -> ShareGroups:
+        """Who shares a scale among the quantized modules (names on disk)."""
+
+    def quantization_config(
+        self, quantized: Iterable[str], kept: Iterable[str], scheme: Scheme, *, embeddings: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """The `quantization_config` block of config.json. `kept`: unquantized linear layers and routers."""
+
+    def extra_files(
+        self, quantized: Iterable[str], kept: Iterable[str], scheme: Scheme, *, embeddings: Iterable[str] = ()
+    ) -> dict[str, dict[str, Any]]:
+        """Further JSON files by name, each to be written with `indent=4`."""
+
+
+def implied_modules(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
+    """Linear layers that a loader builds although no tensor of theirs is stored: the head of tied embeddings."""
+    return frozenset({"lm_head"}) - frozenset(modules) if is_tied(config) else frozenset()
+
+
+def expert_input_groups(modules: Iterable[str]) -> tuple[Group, ...]:
+    """Per experts block: all layers that read the block's input; and all that read the experts' hidden state."""
+    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for module, expert in _experts(modules):
+        groups[expert.block, expert.leaf in _FIRST_LEAVES].append(module)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def expert_gate_up_groups(modules: Iterable[str]) -> tuple[Group, ...]:
+    """The gate and up projection of every expert: (w1, w3) or (gate_proj, up_proj)."""
+    groups: dict[tuple[str, int, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module, expert in _experts(modules):
+        for leaves in FUSED_LEAVES:
+            if expert.leaf in leaves:
+                groups[expert.block, expert.index, leaves].append(module)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _experts(modules: Iterable[str]) -> list[tuple[str, Expert]]:
+    return [(name, expert) for name in sorted(modules, key=natural_key) if (expert := expert_of(name))]
