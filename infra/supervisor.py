@@ -1,0 +1,260 @@
+"""Starts one command and makes sure that nothing of it survives. Standard library only: it must start fast and hold no memory.
+
+torchrun makes every rank the leader of a session of its own, so that neither a kill of torchrun nor of its process
+group reaches them. This process therefore leads its own session, is the *subreaper* of everything below it (orphans
+become its children and can still be found), and ends the whole tree on SIGTERM, SIGINT, its own deadline, a stall,
+or the end of its stdin, which is the sign that the parent died, even by SIGKILL.
+
+It exits only when no descendant lives: whoever waits for it, or for a lock it holds, knows that the tree is gone.
+    python supervisor.py --folder STAGE [--deadline S] [--stall S] [--lock-fd N] -- COMMAND ...   (stdin: a pipe)
+In STAGE it reads progress-*.json and logs/rank-*.exit and writes, last of all, exit.json.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GRACE_S = 4.0  # between SIGTERM and SIGKILL; with the rest it keeps a shutdown well under 10 s
+TICK_S = 0.5
+KILL_INTERVAL_S = 0.05
+SCAN_INTERVAL_S = 2.0  # how often the tree's pids are noted; longer where a scan is slow (thousands of processes)
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT = re.compile(r"nogather-(\d+)(?:-|$)")  # the number is the pid of the process that made it
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SET_PDEATHSIG, _SET_SUBREAPER = 1, 36  # <linux/prctl.h>
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class Exit:
+    """What exit.json holds. Times are seconds since the epoch."""
+
+    started: float
+    ended: float = 0.0
+    seconds: float = 0.0
+    reason: str = ""  # finished, failed, not_started, terminated, interrupted, deadline, stalled, parent_gone
+    exit_code: int | None = None  # the command's own; negative: ended by that signal; None: it never ran
+    first_failure: dict[str, int] | None = None  # {"rank", "exit_code"} of the rank that failed first by itself
+    leftovers_killed: int = 0  # processes that had to be ended by SIGKILL
+    segments_removed: int = 0  # names of dead ranks removed from /dev/shm
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """pid -> (parent's pid, state letter) of every process that can be seen."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+                # The name in parentheses may itself contain spaces and parentheses: the last one ends it.
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                found[int(entry)] = (int(parent), state.decode())
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    """pids of all living (not zombie) processes below `root`, however deep."""
+    table = processes()
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in table.items():
+        children.setdefault(parent, []).append(pid)
+    below: set[int] = set()
+    todo = [root]
+    while todo:
+        new = set(children.get(todo.pop(), ())) - below
+        below |= new
+        todo += new
+    return {pid for pid in below if table[pid][1] not in "ZX"}
+
+
+def remove_segments(pids: set[int]) -> int:
+    """Remove the shared-memory names made by the given processes, if they are dead; returns how many."""
+    removed = 0
+    alive = processes()
+    for path in SHARED_MEMORY.glob("nogather-*"):
+        match = SEGMENT.match(path.name)
+        if match and (pid := int(match[1])) in pids and pid not in alive:
+            with suppress(OSError):
+                path.unlink()
+                removed += 1
+    return removed
+
+
+def first_failure(folder: Path) -> dict[str, int] | None:
+    """The rank whose logs/rank-<r>.exit was the first to hold something else than 0."""
+    failed = []
+    for path in folder.glob("logs/rank-*.exit"):
+        with suppress(OSError, ValueError):
+            code = int(path.read_text())
+            if code:  # a shell says 128 + n for signal n
+                code = 128 - code if code > 128 else code
+                failed.append((path.stat().st_mtime_ns, int(path.stem.removeprefix("rank-")), code))
+    return {"rank": min(failed)[1], "exit_code": min(failed)[2]} if failed else None
+
+
+class Supervisor:
+    """One command, its tree, and the reasons to end it."""
+
+    def __init__(self, command: list[str], *, folder: Path, deadline_s: float | None, stall_s: float | None):
+        self._command = command
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._stall_s = stall_s
+        self._parent = os.getppid()
+        self._seen: set[int] = set()
+        self._next_scan = 0.0
+        self._progress: tuple[object, float] = (None, time.monotonic())
+        self._status: dict[int, int] = {}  # of every child reaped, orphans included
+        self._wakeup, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write)
+        for number in (*SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)  # the wake-up pipe says which one came
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def run(self, pass_fds: tuple[int, ...]) -> Exit:
+        """Start the command, wait for a reason to end, end everything, and tell."""
+        record = Exit(started=time.time())
+        began = time.monotonic()
+        try:
+            child = self._start(pass_fds)
+        except OSError as error:
+            sys.stderr.write(f"cannot start {self._command[0]}: {error}\n")
+            record.reason = "not_started"
+        else:
+            reason = self._wait(child.pid, began)
+            record.leftovers_killed = self._end_tree()
+            child.returncode = record.exit_code = os.waitstatus_to_exitcode(self._status[child.pid])
+            record.reason = reason or ("failed" if record.exit_code else "finished")
+            record.first_failure = first_failure(self._folder)
+            record.segments_removed = remove_segments(self._seen)
+        record.ended = time.time()
+        record.seconds = round(time.monotonic() - began, 3)
+        return record
+
+    def _start(self, pass_fds: tuple[int, ...]) -> subprocess.Popen:
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=pass_fds,
+            # Should this very process be killed, torchrun gets SIGTERM and ends its ranks. Safe: there is one thread.
+            preexec_fn=lambda: _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM),
+        )
+
+    def _wait(self, pid: int, began: float) -> str | None:
+        """Until the command ended by itself (None) or there is a reason to end it."""
+        while True:
+            if reason := self._sleep() or self._late(began):
+                return reason
+            self._reap()
+            if pid in self._status:
+                return None
+            self._note_tree()
+
+    def _note_tree(self) -> None:
+        """Remember the pids of the tree: after a rank's death its pid tells which segments were its own."""
+        now = time.monotonic()
+        if now >= self._next_scan:
+            self._seen |= descendants(os.getpid())
+            self._next_scan = now + max(SCAN_INTERVAL_S, 20 * (time.monotonic() - now))
+
+    def _sleep(self) -> str | None:
+        """At most one tick; the reason when a signal or the end of stdin came."""
+        ready, _, _ = select.select([0, self._wakeup], [], [], TICK_S)
+        if self._wakeup in ready:
+            numbers = os.read(self._wakeup, 4096)
+            if signal.SIGINT in numbers:
+                return "interrupted"
+            if set(SIGNALS) & set(numbers):
+                return "terminated"
+        if 0 in ready and not os.read(0, 4096):
+            return "parent_gone"
+        # A write end inherited by some other child of the parent would keep stdin open.
+        return "parent_gone" if os.getppid() != self._parent else None
+
+    def _late(self, began: float) -> str | None:
+        now = time.monotonic()
+        if self._deadline_s is not None and now - began >= self._deadline_s:
+            return "deadline"
+        if self._stall_s is not None:
+            state = {}
+            for path in self._folder.glob("progress-*.json"):
+                with suppress(OSError):
+                    state[path.name] = path.stat().st_mtime_ns
+            if state != self._progress[0]:
+                self._progress = (state, now)
+            elif now - self._progress[1] >= self._stall_s:
+                return "stalled"
+        return None
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (result := os.waitpid(-1, os.WNOHANG))[0]:
+                self._status[result[0]] = result[1]
+
+    def _end_tree(self) -> int:
+        """SIGTERM to every descendant, then SIGKILL until none is left; returns how many needed it."""
+        self._reap()
+        living = descendants(os.getpid())
+        self._seen |= living
+        _send(signal.SIGTERM, living)
+        limit = time.monotonic() + GRACE_S
+        killed: set[int] = set()
+        while living:
+            time.sleep(KILL_INTERVAL_S)
+            self._reap()
+            living = descendants(os.getpid())
+            self._seen |= living
+            if time.monotonic() >= limit:
+                _send(signal.SIGKILL, living)
+                killed |= living
+        self._reap()
+        return len(killed)
+
+
+def _send(number: int, pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def write_exit(folder: Path, record: Exit) -> None:
+    """Write exit.json so that a reader sees nothing or the whole of it."""
+    temporary = folder / f".exit.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    temporary.replace(folder / "exit.json")
+
+
+def main(argv: list[str]) -> int:
+    """Run as a program; exit code 0 only when the command finished with 0."""
+    parser = argparse.ArgumentParser(prog="supervisor", description="Run a command so that nothing of it survives.")
+    parser.add_argument("--folder", type=Path, required=True, help="the stage's folder")
+    parser.add_argument("--deadline", type=float, metavar="S", help="end the command after this many seconds")
+    parser.add_argument("--stall", type=float, metavar="S", help="end it when no progress file changed for so long")
+    parser.add_argument("--lock-fd", type=int, metavar="N", help="descriptor of a lock held until the tree is gone")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    with suppress(PermissionError):  # already the leader of a session
+        os.setsid()
+    if _libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "this kernel has no child subreaper (Linux 3.4 or newer is needed)")
+    supervisor = Supervisor(
+        options.command, folder=options.folder, deadline_s=options.deadline, stall_s=options.stall
+    )
+    # The command keeps the lock too: were this process killed, the lock would last as long as the command.
+    record = supervisor.run(() if options.lock_fd is None else (options.lock_fd,))
+    write_exit(options.folder, record)
+    return 0 if record.reason == "finished" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
