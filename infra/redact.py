@@ -1,0 +1,34 @@
+"""Take secrets out of text that a server or a client library produced.
+
+Servers echo headers, clients put URLs into exception texts: nothing of that kind is shown or logged before it
+went through `scrub`. Known secrets are replaced by value, the usual shapes of tokens by pattern.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+
+HIDDEN = "***"
+
+_VARIABLES = (
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+)  # fmt: skip
+_SHAPES = (
+    (re.compile(r"hf_[A-Za-z0-9_-]{6,}"), HIDDEN),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), HIDDEN),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}"), rf"\1 {HIDDEN}"),
+    (re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|token)=[^&\s\"']+"), rf"\1={HIDDEN}"),
+    (re.compile(r"://[^/\s@]+@"), f"://{HIDDEN}@"),
+)  # fmt: skip
+
+
+def scrub(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` without the given secrets, those of the environment, and anything that looks like one."""
+    known = [*secrets, *(os.environ.get(name, "") for name in _VARIABLES)]
+    # A token is also recognised without its public prefix, and a longer secret may contain a shorter one.
+    known += [secret.removeprefix("hf_") for secret in known]
+    for secret in sorted({s for s in known if len(s) >= 6}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for shape, replacement in _SHAPES:
+        text = shape.sub(replacement, text)
+    return text
