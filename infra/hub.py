@@ -18,7 +18,16 @@ from huggingface_hub.lfs import post_lfs_batch_info
 from pydantic import SecretStr
 
 from distribute.errors import StageError, TargetError
-from infra.hub_client import ATTEMPTS, CLIENT_ERRORS, is_xet_used, no_bars, status_of, wait_out, wait_s
+from infra.hub_client import (
+    ATTEMPTS,
+    CLIENT_ERRORS,
+    HubCalls,
+    is_xet_used,
+    no_bars,
+    status_of,
+    wait_out,
+    wait_s,
+)
 from infra.release import LocalFile, is_weight, stale_names
 
 MAX_FILE_BYTES = 50_000_000_000  # Hub documentation, "Repository limitations and recommendations"
