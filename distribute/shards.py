@@ -2,7 +2,7 @@
 
 Format (safetensors README): 8 bytes little-endian header length, a JSON header padded with spaces to a multiple
 of 8, then the data. A file made here equals, byte for byte, what safetensors' own serializer writes: tensors
-ordered by alignment (largest first), then by name, and `__metadata__` first in the header.
+ordered by dtype (a fixed order, widest first), then by name, and `__metadata__` first in the header.
 
 Files are opened write-only and written with pwrite, so two hosts never overwrite each other's page remainder.
 """
@@ -22,6 +22,7 @@ from distribute.layers import natural_key
 from distribute.source import INDEX_NAME, ITEMSIZE, SINGLE_NAME
 
 METADATA = {"format": "pt"}
+_DTYPE_ORDER = {dtype: position for position, dtype in enumerate(ITEMSIZE)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def header_bytes(tensors: Sequence[tuple[Spec, int, int]]) -> bytes:
 
 def file_header(placed: Iterable[Placed]) -> bytes:
     """Header of the file that these tensors make up."""
-    tensors = sorted(placed, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name))
+    tensors = sorted(placed, key=lambda tensor: (_DTYPE_ORDER[tensor.dtype], tensor.name))
     data = min((tensor.begin for tensor in tensors), default=0)
     return header_bytes([((t.name, t.dtype, t.shape), t.begin - data, t.end - data) for t in tensors])
 
@@ -145,7 +146,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def _place(file: str, group: Sequence[Spec]) -> list[Placed]:
-    ordered = sorted(group, key=lambda spec: (-ITEMSIZE[spec[1]], spec[0]))
+    ordered = sorted(group, key=lambda spec: (_DTYPE_ORDER[spec[1]], spec[0]))
     ends, end = [], 0
     for spec in ordered:
         end += nbytes(spec)

@@ -1,0 +1,236 @@
+"""The export stage: every rank encodes its rows and writes them at their final offset. No weight changes ranks.
+
+    plan       read plan.json and plan.safetensors (all ranks)
+    prepare    rank 0 creates the files of a wave at full size, with headers
+    encode     all ranks: source rows -> codec -> pwrite; the split is a pure function of plan and world size
+    seal       fsync; each file is re-read once by one rank for its sha256 and recorded
+    commit     rank 0 writes index, configs and side files, then renames checkpoint.partial to checkpoint
+
+A wave is as many files as there are ranks, so that sealing is shared too. A rerun skips sealed files.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from distribute.errors import StageError
+from distribute.job import Job, Progress, read_json, write_json
+from distribute.numerics.fp8 import CODECS
+from distribute.passthrough import copy_side_files, write_config, write_json_text
+from distribute.plan import COPY, VALUE, Output, Plan
+from distribute.ranks import Ranks
+from distribute.shards import (
+    ShardFile,
+    file_header,
+    fsync_folder,
+    preallocate,
+    sha256,
+    write_index,
+    write_range,
+)
+from distribute.source import Checkpoint
+from distribute.tensors import DTYPES, byte_range, read_entry, read_exactly, to_bytes
+from distribute.work import PIECE_BYTES, Piece, cut, share
+
+PARTIAL = "checkpoint.partial"
+FINAL = "checkpoint"
+SEALED = "sealed"
+
+
+def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
+    """Write the checkpoint of a plan. Called by all ranks.
+
+    Returns:
+        figures: files, bytes, and how many files an earlier attempt had finished.
+    """
+    folder = Path(job.folder)
+    if (folder / FINAL).exists():
+        return _figures(read_json(folder / "files.json"), reused=True)
+    plan = Plan.read(Path(job.inputs["plan"]) / "plan.json")
+    values = load_file(Path(job.inputs["plan"]) / "plan.safetensors")
+    checkpoint = Checkpoint.open(job.source)
+    plan.check_source(checkpoint)
+    partial = folder / PARTIAL
+    with ranks.together("prepare"):
+        sealed = _resume(folder, plan) if ranks.is_first else {}
+    sealed = ranks.share(sealed)
+    todo = [file for file in plan.files if file.name not in sealed]
+    progress.start("export", sum(piece.nbytes for _, piece in _own_pieces(plan, todo, ranks)), "bytes")
+    for wave in _waves(todo, ranks.world):
+        with ranks.together("prepare"):
+            if ranks.is_first:
+                prepare(partial, plan, wave)
+        with ranks.together("encode"):
+            encode_files(partial, plan, wave, ranks, checkpoint=checkpoint, values=values, progress=progress)
+        with ranks.together("seal"):
+            for file in wave[ranks.rank :: ranks.world]:
+                _seal(folder, plan, file)
+    with ranks.together("commit"):
+        if ranks.is_first:
+            commit(folder, plan, checkpoint)
+    return _figures(read_json(folder / "files.json"), reused=False) | {"files_resumed": len(sealed)}
+
+
+def prepare(partial: Path, plan: Plan, files: Sequence[ShardFile]) -> None:
+    """Create the given files at full size, with headers. Called by rank 0.
+
+    Raises:
+        WorkspaceError: the disk is full.
+    """
+    by_file = plan.by_file()
+    for file in files:
+        preallocate(partial / file.name, file.size, file_header(by_file[file.name]))
+
+
+def encode_files(
+    folder: Path,
+    plan: Plan,
+    files: Sequence[ShardFile],
+    ranks: Ranks,
+    *,
+    checkpoint: Checkpoint,
+    values: Mapping[str, torch.Tensor],
+    progress: Progress,
+) -> None:
+    """Write this rank's share of the given files, then flush them to the disk. Called by all ranks."""
+    dtype = DTYPES[plan.model_dtype]
+    with ExitStack() as stack:
+        fds: dict[str, int] = {}
+        for output, piece in _own_pieces(plan, files, ranks):
+            name = output.file
+            if name not in fds:
+                fds[name] = stack.enter_context(closing(_Descriptor(folder / name))).fd
+            begin, data = encode_piece(output, piece.rows, checkpoint, values, dtype=dtype, device=ranks.device)
+            write_range(fds[name], data, begin)
+            progress.advance(piece.nbytes)
+        for fd in fds.values():
+            os.fsync(fd)  # each host must flush its own writes
+
+
+def encode_piece(
+    output: Output,
+    rows: range | None,
+    checkpoint: Checkpoint,
+    values: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, bytes | memoryview]:
+    """(absolute offset in the file, bytes) of the given rows of an output tensor; `dtype` is the model's."""
+    if output.codec == VALUE:
+        return output.begin, to_bytes(values[output.name])
+    assert output.source is not None, output
+    entry = checkpoint.tensors[output.source]
+    if output.codec == COPY:
+        begin, end, _ = byte_range(entry, rows)
+        buffer = bytearray(end - begin)
+        with (checkpoint.folder / entry.file).open("rb") as file:
+            read_exactly(file.fileno(), buffer, begin)
+        return output.begin + begin - entry.begin, memoryview(buffer)
+    assert output.scale is not None and rows is not None, output
+    codec = CODECS[output.codec]
+    scale = codec.scale_of_rows(values[output.scale], rows)
+    weight = read_entry(checkpoint.folder, entry, rows).to(device=device, dtype=dtype)
+    codes = codec.encode(weight, scale.to(device))
+    per_row = (output.end - output.begin) // output.shape[0]
+    return output.begin + rows.start * per_row, to_bytes(codes)
+
+
+def commit(folder: Path, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Make the checkpoint visible by one rename. Called by rank 0 when every file is sealed."""
+    partial = folder / PARTIAL
+    records = _sealed(folder, plan)
+    missing = [file.name for file in plan.files if file.name not in records]
+    if missing:
+        raise StageError(f"not sealed: {', '.join(missing)}")
+    side = copy_side_files(checkpoint.folder, partial)
+    write_config(checkpoint, partial, plan.config_changes)
+    for name, text in plan.json_files.items():
+        write_json_text(partial / name, text, indent=4)
+    write_index(partial, plan.outputs)
+    names = sorted({*side, *(path.name for path in partial.iterdir() if path.is_file())})
+    files = [
+        {"name": name, "size": (partial / name).stat().st_size,
+         "sha256": records[name]["sha256"] if name in records else sha256(partial / name)}
+        for name in names
+    ]  # fmt: skip
+    write_json(folder / "files.json", files)
+    fsync_folder(partial)
+    partial.rename(folder / FINAL)
+    fsync_folder(folder)
+
+
+class _Descriptor:
+    """A write-only descriptor that `closing` can close."""
+
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_WRONLY)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _own_pieces(plan: Plan, files: Sequence[ShardFile], ranks: Ranks) -> list[tuple[Output, Piece]]:
+    """This rank's pieces of the given files, wave by wave, as the ranks work through them."""
+    by_file = plan.by_file()
+    own = []
+    for wave in _waves(files, ranks.world):
+        outputs = {output.name: output for file in wave for output in by_file[file.name]}
+        pieces = [piece for output in outputs.values() for piece in _cut(output)]
+        own += [(outputs[piece.name], piece) for piece in share(pieces, ranks.world)[ranks.rank]]
+    return own
+
+
+def _cut(output: Output) -> Iterable[Piece]:
+    size = output.end - output.begin
+    if output.codec == VALUE:
+        return [Piece(output.name, None, size)]
+    return cut(output.name, output.shape, size, piece_bytes=PIECE_BYTES // 2)  # the source is at least twice as wide
+
+
+def _waves(files: Sequence[ShardFile], world: int) -> list[Sequence[ShardFile]]:
+    return [files[start : start + world] for start in range(0, len(files), world)]
+
+
+def _seal(folder: Path, plan: Plan, file: ShardFile) -> None:
+    path = folder / PARTIAL / file.name
+    digest = sha256(path)
+    stat = path.stat()
+    record = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest, "plan": plan.digest}
+    write_json(folder / SEALED / f"{file.name}.json", {"name": file.name, **record})
+
+
+def _resume(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Records of sealed files; everything else that an earlier attempt left is removed."""
+    records = _sealed(folder, plan)
+    for made in (folder / PARTIAL, folder / SEALED):
+        made.mkdir(parents=True, exist_ok=True)
+    for path in (folder / PARTIAL).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in records:
+            path.unlink()
+    return records
+
+
+def _sealed(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Records of the files that an attempt at this very plan has finished and nobody has touched since."""
+    records = {}
+    for path in (folder / SEALED).glob("*.json"):
+        record = read_json(path)
+        file = folder / PARTIAL / record["name"]
+        if record["plan"] == plan.digest and file.is_file():
+            stat = file.stat()
+            if (stat.st_size, stat.st_mtime_ns) == (record["size"], record["mtime_ns"]):
+                records[record["name"]] = record
+    return records
+
+
+def _figures(files: list[dict[str, Any]], *, reused: bool) -> dict[str, Any]:
+    return {"files": len(files), "bytes": sum(file["size"] for file in files), "already_complete": reused}

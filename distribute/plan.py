@@ -1,0 +1,209 @@
+"""The plan: for every tensor of the checkpoint its source, codec, dtype, shape, file, byte range. Pure, torch-free.
+
+A function of source headers, recipe and shard size alone: no weights, no ranks, no statistics. The values that
+statistics decide (scales) lie beside it in plan.safetensors under the names of their output tensors.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distribute.dialects.spec import Dialect, implied_modules
+from distribute.dialects.table import DIALECTS
+from distribute.errors import SourceError
+from distribute.job import read_json, write_json
+from distribute.layers import QUANTIZE, Decision, decide, natural_key
+from distribute.recipe import Recipe
+from distribute.shards import Placed, ShardFile, Spec, plan_files
+from distribute.source import EMBEDDING_SUFFIXES, Checkpoint, TensorEntry, text_config
+
+COPY = "copy"  # the bytes of the source
+VALUE = "value"  # a tensor of plan.safetensors
+#: safetensors dtype by the name that config.json uses.
+CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class Output(Placed):
+    """One tensor of the checkpoint. `source`: tensor it is made of; `scale`: output tensor that holds its scale."""
+
+    codec: str  # COPY, VALUE or a key of CODECS
+    source: str | None = None
+    scale: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that export needs besides the values."""
+
+    recipe: Recipe
+    source_digest: str
+    source_bytes: int
+    model_dtype: str  # weights are cast to it before they are coded, as loading the model does
+    max_shard_bytes: int
+    files: list[ShardFile]
+    outputs: list[Output]
+    decisions: list[Decision]
+    dropped: list[str]  # source tensors that are not written: tied copies
+    config_changes: dict[str, Any]
+    json_files: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names this plan; finished files of another plan are not reused."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def quantized(self) -> list[str]:
+        """Quantized modules in natural order."""
+        return [decision.module for decision in self.decisions if decision.action == QUANTIZE]
+
+    def by_file(self) -> dict[str, list[Output]]:
+        """Outputs of each file, in byte order."""
+        groups: dict[str, list[Output]] = defaultdict(list)
+        for output in self.outputs:
+            groups[output.file].append(output)
+        return groups
+
+    def check_source(self, checkpoint: Checkpoint) -> None:
+        """Raise SourceError when the checkpoint is not the one that was planned."""
+        if checkpoint.digest() != self.source_digest:
+            raise SourceError(f"{checkpoint.folder} has changed since the plan was made; run the whole job again")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        plain = {key: value for key, value in vars(self).items() if key in self.__dataclass_fields__}
+        del plain["outputs"]
+        return plain | {
+            "recipe": self.recipe.model_dump(mode="json"),
+            "files": [asdict(file) for file in self.files],
+            "tensors": [asdict(output) | {"shape": list(output.shape)} for output in self.outputs],
+            "decisions": [asdict(decision) for decision in self.decisions],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write plan.json."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        """Read a plan written by `write`."""
+        values = read_json(path)
+        return cls(
+            **values
+            | {
+                "recipe": Recipe.model_validate(values["recipe"]),
+                "files": [ShardFile(**file) for file in values["files"]],
+                "outputs": [Output(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in values.pop("tensors")],
+                "decisions": [Decision(**decision) for decision in values["decisions"]],
+            }
+        )
+
+
+def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
+    """Plan the checkpoint that this recipe makes of a source.
+
+    Raises:
+        RecipeError, SourceError: the recipe does not fit the source; see `decide`.
+    """
+    checkpoint.refuse_quantized()
+    decisions = decide(checkpoint, recipe)
+    dropped = checkpoint.tied_copies()
+    dialect = DIALECTS[recipe.dialect]
+    model_dtype = find_model_dtype(checkpoint, decisions)
+    parts = [
+        part
+        for entry in checkpoint.tensors.values()
+        if entry.name not in dropped
+        for part in _outputs_of(entry, decisions, dialect, recipe, model_dtype)
+    ]
+    details = {spec[0]: rest for spec, *rest in parts}
+    files, placed = plan_files([spec for spec, *_ in parts], max_shard_bytes)
+    outputs = [Output(*astuple_shallow(tensor), *details[tensor.name]) for tensor in placed]
+    return Plan(
+        recipe=recipe,
+        source_digest=checkpoint.digest(),
+        source_bytes=checkpoint.nbytes,
+        model_dtype=model_dtype,
+        max_shard_bytes=max_shard_bytes,
+        files=files,
+        outputs=outputs,
+        decisions=sorted(decisions.values(), key=lambda decision: natural_key(decision.module)),
+        dropped=list(dropped),
+        warnings=[*checkpoint.warnings, *_oversized(files, outputs, max_shard_bytes)],
+        **_json_blocks(checkpoint, decisions, dropped, dialect, recipe),
+    )
+
+
+def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) -> str:
+    """The dtype in which the model is loaded: config.json's, else that of the first quantized weight."""
+    text = text_config(checkpoint.config)
+    for config in (text, checkpoint.config):
+        named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        if named in CONFIG_DTYPES:
+            return CONFIG_DTYPES[named]
+    first = next(module for module, decision in decisions.items() if decision.action == QUANTIZE)
+    return checkpoint.tensors[f"{first}.weight"].dtype
+
+
+def astuple_shallow(placed: Placed) -> tuple[str, str, tuple[int, ...], str, int, int]:
+    """Fields of a Placed, in order."""
+    return placed.name, placed.dtype, placed.shape, placed.file, placed.begin, placed.end
+
+
+def _outputs_of(
+    entry: TensorEntry, decisions: Mapping[str, Decision], dialect: Dialect, recipe: Recipe, model_dtype: str
+) -> Iterator[tuple[Spec, str, str | None, str | None]]:
+    """(spec, codec, source, scale) of every output tensor that a source tensor leads to."""
+    module = entry.name.removesuffix(".weight")
+    decision = decisions.get(module)
+    if decision is None or module == entry.name or decision.action != QUANTIZE:
+        yield (entry.name, entry.dtype, entry.shape), COPY, entry.name, None
+        return
+    rows, columns = entry.shape
+    specs = dialect.tensors((rows, columns), recipe.scheme, model_dtype)
+    scale = next(f"{module}.{spec.suffix}" for spec in specs if spec.role == "weight_scale")
+    for spec in specs:
+        name = f"{module}.{spec.suffix}"
+        if spec.role == "weight":
+            yield (name, spec.dtype, spec.shape), dialect.codec(recipe.scheme), entry.name, scale
+        else:
+            yield (name, spec.dtype, spec.shape), VALUE, None, None
+
+
+def _json_blocks(
+    checkpoint: Checkpoint,
+    decisions: Mapping[str, Decision],
+    dropped: tuple[str, ...],
+    dialect: Dialect,
+    recipe: Recipe,
+) -> dict[str, Any]:
+    """The edited part of config.json and the further JSON files."""
+    quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
+    plain = [module for module, decision in decisions.items() if decision.action != QUANTIZE]
+    embeddings = [module for module in plain if f"{module}.weight".endswith(EMBEDDING_SUFFIXES)]
+    linears = {module for module in plain if module not in embeddings}
+    kept = sorted(linears | implied_modules(checkpoint.config, decisions))
+    block = dialect.quantization_config(quantized, kept, recipe.scheme, embeddings=embeddings)
+    extra = dialect.extra_files(quantized, kept, recipe.scheme, embeddings=embeddings)
+    return {"config_changes": {"quantization_config": block}, "json_files": extra}
+
+
+def _oversized(files: list[ShardFile], outputs: list[Output], limit: int) -> list[str]:
+    return [
+        f"{output.name} has {output.end - output.begin} bytes, more than the shard limit of {limit}: "
+        f"it gets a file of its own"
+        for output in outputs
+        if output.end - output.begin > limit
+    ]

@@ -1,0 +1,48 @@
+"""What calibration measured, and its two files: calibration.safetensors and calibration.json.
+
+Keys of the tensors: `weight_absmax.<tensor>` fp32 [rows], `input_absmax.<module>` fp32 0-dim; names as on disk.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from distribute.job import read_json, write_json
+
+WEIGHT_ABSMAX = "weight_absmax."
+INPUT_ABSMAX = "input_absmax."
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Ranges of weights and inputs. An expert that no token reached has no input range."""
+
+    weight_absmax: dict[str, torch.Tensor]
+    input_absmax: dict[str, torch.Tensor] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write both files. Called by rank 0."""
+        tensors = {WEIGHT_ABSMAX + name: value for name, value in self.weight_absmax.items()}
+        tensors |= {INPUT_ABSMAX + name: value for name, value in self.input_absmax.items()}
+        save_file(
+            {name: value.contiguous().clone() for name, value in tensors.items()}, folder / "calibration.safetensors"
+        )
+        write_json(folder / "calibration.json", self.report)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Statistics":
+        """Read what `write` wrote."""
+        tensors = load_file(folder / "calibration.safetensors")
+        return cls(
+            _with_prefix(tensors, WEIGHT_ABSMAX),
+            _with_prefix(tensors, INPUT_ABSMAX),
+            read_json(folder / "calibration.json"),
+        )
+
+
+def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,250 @@
+"""The verify stage: re-reads what export wrote and compares it with plan and source. Called by all ranks.
+
+Files and tensors are shared among ranks. Everything is checked before the verdict, so one report names every
+fault. With no plan and no source (`nogather verify DIR`) only the checks of `distribute.checks` are made.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from distribute.checks import check_folder
+from distribute.errors import NogatherError, VerifyError
+from distribute.export import FINAL
+from distribute.job import Job, Progress, read_json, write_json
+from distribute.numerics.fp8 import CODECS
+from distribute.plan import COPY, VALUE, Output, Plan
+from distribute.ranks import Ranks
+from distribute.shards import sha256
+from distribute.source import Checkpoint, TensorEntry, read_entries
+from distribute.tensors import DTYPES, read_entry, to_bytes
+from distribute.work import Piece, cut, share
+
+Faults = list[str]
+#: Three mantissa bits keep about 31 dB whatever the weights are; less than this means a wrong scale or wrong rows.
+MIN_SQNR_DB = 15.0
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is verified: the written checkpoint, and what it should be."""
+
+    folder: Path
+    files: list[dict[str, Any]]  # name, size, sha256 as export recorded them
+    plan: Plan
+    values: dict[str, torch.Tensor]
+    source: Checkpoint
+
+
+def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
+    """Verify a checkpoint. Called by all ranks; rank 0 writes verify.json.
+
+    Raises:
+        VerifyError: a check failed; the text names the first faults, verify.json all of them.
+    """
+    if "plan" not in job.inputs:
+        return _verify_folder(job, ranks)
+    plan_folder, export_folder = Path(job.inputs["plan"]), Path(job.inputs["checkpoint"])
+    subject = _Subject(
+        folder=export_folder / FINAL,
+        files=read_json(export_folder / "files.json"),
+        plan=Plan.read(plan_folder / "plan.json"),
+        values=load_file(plan_folder / "plan.safetensors"),
+        source=Checkpoint.open(job.source),
+    )
+    own: dict[str, Any] = {}
+    with ranks.together("verify"):
+        files = subject.files[ranks.rank :: ranks.world]
+        own = {"sha256": _hash_faults(subject.folder, files)}
+        own |= _compare(subject, ranks, progress)
+    parts = ranks.gather(own, None)
+    checks: dict[str, Faults] = {}
+    with ranks.together("verify"):
+        if ranks.is_first:
+            checks, tensors = _judge(subject, parts)
+            _write_report(Path(job.folder), checks, subject.files, tensors)
+            _refuse(checks)
+            return _figures(subject.files, tensors)
+    return {}
+
+
+def sqnr_db(signal: float, noise: float) -> float | None:
+    """10 log10(sum w² / sum (w - ŵ)²) in dB; None when nothing was lost or nothing was there."""
+    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+
+
+def _verify_folder(job: Job, ranks: Ranks) -> dict[str, Any]:
+    with ranks.together("verify"):
+        if ranks.is_first:
+            folder = Path(job.source)
+            checks = check_folder(folder)
+            files = [
+                {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
+                for path in sorted(folder.iterdir())
+                if path.is_file()
+            ]
+            _write_report(Path(job.folder), checks, files, [])
+            _refuse(checks)
+            return _figures(files, [])
+    return {}
+
+
+def _hash_faults(folder: Path, files: list[dict[str, Any]]) -> Faults:
+    faults = []
+    for record in files:
+        path = folder / record["name"]
+        if not path.is_file():
+            faults.append(f"{record['name']} is missing")
+        elif path.stat().st_size != record["size"] or sha256(path) != record["sha256"]:
+            faults.append(f"{record['name']} is not what export wrote: size or sha256 differs")
+    return faults
+
+
+def _compare(subject: _Subject, ranks: Ranks, progress: Progress) -> dict[str, Any]:
+    """This rank's share of the comparison with the source: sums of squares by tensor, and tensors that differ."""
+    outputs = {output.name: output for output in subject.plan.outputs}
+    pieces = [piece for output in outputs.values() for piece in _cut(output)]
+    own = share(pieces, ranks.world)[ranks.rank]
+    progress.start("verify", sum(piece.nbytes for piece in own), "bytes")
+    power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    differ: Faults = []
+    for piece in own:
+        output = outputs[piece.name]
+        written = read_entry(subject.folder, _entry(output), piece.rows)
+        if output.codec in (COPY, VALUE):
+            if to_bytes(written) != to_bytes(_expected(subject, output, piece)):
+                differ.append(f"{output.name} differs from its {'source' if output.codec == COPY else 'plan'}")
+        else:
+            signal, noise = _power(subject, output, piece, written, ranks.device)
+            power[output.name][0] += signal
+            power[output.name][1] += noise
+        progress.advance(piece.nbytes)
+    return {"copies": differ, "power": dict(power)}
+
+
+def _cut(output: Output) -> list[Piece]:
+    size = output.end - output.begin
+    if output.codec == VALUE:
+        return [Piece(output.name, None, size)]
+    return list(cut(output.name, output.shape, size, piece_bytes=8 << 20))  # decoded values are fp32
+
+
+def _entry(output: Output) -> TensorEntry:
+    return TensorEntry(output.name, output.dtype, output.shape, output.file, output.begin, output.end)
+
+
+def _expected(subject: _Subject, output: Output, piece: Piece) -> torch.Tensor:
+    if output.codec == VALUE:
+        return subject.values[output.name]
+    assert output.source is not None
+    return read_entry(subject.source.folder, subject.source.tensors[output.source], piece.rows)
+
+
+def _power(
+    subject: _Subject, output: Output, piece: Piece, codes: torch.Tensor, device: torch.device
+) -> tuple[float, float]:
+    """(sum w², sum (w - ŵ)²) over the rows of a piece, in fp64 sums of fp32 values."""
+    assert output.source is not None and output.scale is not None and piece.rows is not None
+    entry = subject.source.tensors[output.source]
+    weight = read_entry(subject.source.folder, entry, piece.rows).to(
+        device=device, dtype=DTYPES[subject.plan.model_dtype]
+    )
+    codec = CODECS[output.codec]
+    scale = codec.scale_of_rows(subject.values[output.scale], piece.rows).to(device)
+    weight = weight.to(torch.float32)
+    error = codec.decode(codes.to(device), scale).sub_(weight)
+    signal, noise = (x.square_().sum(dtype=torch.float64).item() for x in (weight, error))
+    return signal, noise
+
+
+def _judge(subject: _Subject, parts: list[dict[str, Any]]) -> tuple[dict[str, Faults], list[dict[str, Any]]]:
+    """All checks and the row of every quantized tensor. Rank 0."""
+    checks: dict[str, Faults] = {
+        "headers": header_faults(subject.folder, subject.plan),
+        "sha256": [fault for part in parts for fault in part["sha256"]],
+        "folder": _folder_faults(subject),
+        "copies": [fault for part in parts for fault in part["copies"]],
+    }
+    try:
+        checks |= check_folder(subject.folder)
+    except NogatherError as error:
+        checks["readable"] = [str(error)]
+    power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for part in parts:
+        for name, (signal, noise) in part["power"].items():
+            power[name][0] += signal
+            power[name][1] += noise
+    tensors = [
+        {
+            "name": output.name,
+            "codec": output.codec,
+            "sqnr_db": sqnr_db(*power[output.name]),
+            "source_bytes": subject.source.tensors[output.source or ""].nbytes,
+            "bytes": output.end - output.begin,
+        }
+        for output in subject.plan.outputs
+        if output.codec not in (COPY, VALUE)
+    ]
+    checks["reconstruction"] = [
+        f"{name} is not what its source was: SQNR {sqnr_db(signal, noise)} dB, at least {MIN_SQNR_DB} is expected"
+        for name, (signal, noise) in power.items()
+        if not math.isfinite(noise) or (sqnr_db(signal, noise) or math.inf) < MIN_SQNR_DB
+    ]
+    return checks, tensors
+
+
+def header_faults(folder: Path, plan: Plan) -> Faults:
+    """Every header must say what the plan says: names, dtypes, shapes and byte ranges."""
+    faults = []
+    by_file = plan.by_file()
+    for file in plan.files:
+        try:
+            found = {entry.name: entry for entry in read_entries(folder, file.name)}
+        except (NogatherError, OSError) as error:
+            faults.append(str(error))
+            continue
+        planned = {output.name: _entry(output) for output in by_file[file.name]}
+        wrong = sorted(name for name in planned.keys() | found.keys() if planned.get(name) != found.get(name))
+        faults += [f"{file.name}: {name} is not stored as planned" for name in wrong]
+    return faults
+
+
+def _folder_faults(subject: _Subject) -> Faults:
+    present = {path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*") if path.is_file()}
+    return [
+        f"{name} does not belong to the checkpoint" for name in sorted(present - {f["name"] for f in subject.files})
+    ]
+
+
+def _write_report(
+    folder: Path, checks: dict[str, Faults], files: list[dict[str, Any]], tensors: list[dict[str, Any]]
+) -> None:
+    report = {
+        "ok": not any(checks.values()),
+        "checks": [{"name": name, "ok": not faults, "detail": faults} for name, faults in checks.items()],
+        "files": files,
+        "tensors": tensors,
+    }
+    write_json(folder / "verify.json", report)
+
+
+def _refuse(checks: dict[str, Faults]) -> None:
+    faults = [f"{name}: {fault}" for name, found in checks.items() for fault in found]
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise VerifyError(f"the checkpoint is not as it should be: {'; '.join(faults[:3])}{more}")
+
+
+def _figures(files: list[dict[str, Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:
+    levels = sorted(row["sqnr_db"] for row in tensors if row["sqnr_db"] is not None)
+    return {
+        "files": len(files),
+        "bytes": sum(record["size"] for record in files),
+        "worst_sqnr_db": round(levels[0], 2) if levels else None,
+        "median_sqnr_db": round(levels[len(levels) // 2], 2) if levels else None,
+    }
