@@ -49,7 +49,7 @@ class LogFollower:
         self._clock = time.monotonic()
         self._hidden = 0  # lines read but not passed on
         self._skipped_bytes = 0  # not even read
-        self._tail: deque[tuple[str, bool]] = deque(maxlen=limits.tail)  # (text, passed on?)
+        self._last: deque[tuple[str, bool]] = deque(maxlen=limits.tail)  # (text, passed on?)
 
     def poll(self) -> bool:
         """Read what is new and pass it on; returns whether there may be more to read at once."""
@@ -75,18 +75,17 @@ class LogFollower:
         if self._open:
             self._finish_line()
         if show_tail:
-            missing = [text for text, shown in self._tail if not shown]
+            missing = [text for text, shown in self._last if not shown]
             self._hidden -= len(missing)
             self._say_hidden()
             for text in missing:
                 self._on_line(self._rank, text)
-            self._tail = deque(((text, True) for text, _ in self._tail), maxlen=self._limits.tail)
         self._say_hidden()
 
     @property
-    def tail(self) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The last lines, passed on or not."""
-        return [text for text, _ in self._tail]
+        return [text for text, _ in self._last]
 
     def _skip(self, size: int) -> None:
         """Give up the oldest part of a backlog that would take too long to read."""
@@ -111,7 +110,7 @@ class LogFollower:
         if not text:
             return
         shown = self._take_token()
-        self._tail.append((text, shown))
+        self._last.append((text, shown))
         if shown:
             self._say_hidden()
             self._on_line(self._rank, text)
@@ -140,3 +139,10 @@ def follow(paths: Mapping[int, Path], on_line: OnLine, *, lines: int = 400) -> d
     share = max(10, lines // max(1, len(paths)))
     limits = Limits(lines=share, burst=min(40, share))
     return {rank: LogFollower(rank, path, on_line, limits=limits) for rank, path in paths.items()}
+
+
+def read_tail(path: Path, *, limits: Limits = Limits()) -> list[str]:
+    """The last lines of a whole log file, as a follower shows them; empty when there is no such file."""
+    follower = LogFollower(0, path, lambda rank, text: None, limits=limits)
+    follower.close()
+    return follower.last_lines

@@ -1,4 +1,4 @@
-"""Starts one command and makes sure that nothing of it survives. Standard library only: it must start fast and hold no memory.
+"""Starts one command and makes sure that nothing of it survives. Standard library only: it starts fast and is small.
 
 torchrun makes every rank the leader of a session of its own, so that neither a kill of torchrun nor of its process
 group reaches them. This process therefore leads its own session, is the *subreaper* of everything below it (orphans
@@ -23,20 +23,20 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-GRACE_S = 4.0  # between SIGTERM and SIGKILL; with the rest it keeps a shutdown well under 10 s
+GRACE_S = 4.0  # between SIGTERM and SIGKILL; keeps a shutdown well under 10 s
 TICK_S = 0.5
 KILL_INTERVAL_S = 0.05
 SCAN_INTERVAL_S = 2.0  # how often the tree's pids are noted; longer where a scan is slow (thousands of processes)
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT = re.compile(r"nogather-(\d+)(?:-|$)")  # the number is the pid of the process that made it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_SET_PDEATHSIG, _SET_SUBREAPER = 1, 36  # <linux/prctl.h>
-_libc = ctypes.CDLL(None, use_errno=True)
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 @dataclass
-class Exit:
+class ExitRecord:
     """What exit.json holds. Times are seconds since the epoch."""
 
     started: float
@@ -44,7 +44,9 @@ class Exit:
     seconds: float = 0.0
     reason: str = ""  # finished, failed, not_started, terminated, interrupted, deadline, stalled, parent_gone
     exit_code: int | None = None  # the command's own; negative: ended by that signal; None: it never ran
-    first_failure: dict[str, int] | None = None  # {"rank", "exit_code"} of the rank that failed first by itself
+    first_failure: dict[str, Any] | None = (
+        None  # {"rank", "exit_code", "time"} of the rank that first failed by itself
+    )
     leftovers_killed: int = 0  # processes that had to be ended by SIGKILL
     segments_removed: int = 0  # names of dead ranks removed from /dev/shm
 
@@ -89,26 +91,45 @@ def remove_segments(pids: set[int]) -> int:
     return removed
 
 
-def first_failure(folder: Path) -> dict[str, int] | None:
+def first_failure(folder: Path) -> dict[str, Any] | None:
     """The rank whose logs/rank-<r>.exit was the first to hold something else than 0."""
     failed = []
     for path in folder.glob("logs/rank-*.exit"):
         with suppress(OSError, ValueError):
             code = int(path.read_text())
-            if code:  # a shell says 128 + n for signal n
-                code = 128 - code if code > 128 else code
-                failed.append((path.stat().st_mtime_ns, int(path.stem.removeprefix("rank-")), code))
-    return {"rank": min(failed)[1], "exit_code": min(failed)[2]} if failed else None
+            if code:
+                failed.append((path.stat().st_mtime, int(path.stem.removeprefix("rank-")), code))
+    if not failed:
+        return None
+    moment, rank, code = min(failed)
+    # A shell says 128 + n for signal n.
+    return {"rank": rank, "exit_code": 128 - code if code > 128 else code, "time": moment}
+
+
+def call_prctl(option: int, value: int) -> None:
+    """prctl(2) with one argument; raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option} failed (Linux 3.4 or newer is needed)")
 
 
 class Supervisor:
     """One command, its tree, and the reasons to end it."""
 
-    def __init__(self, command: list[str], *, folder: Path, deadline_s: float | None, stall_s: float | None):
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        folder: Path,
+        deadline_s: float | None,
+        stall_s: float | None,
+        grace_s: float,
+    ):
         self._command = command
         self._folder = folder
         self._deadline_s = deadline_s
         self._stall_s = stall_s
+        self._grace_s = grace_s
         self._parent = os.getppid()
         self._seen: set[int] = set()
         self._next_scan = 0.0
@@ -121,9 +142,9 @@ class Supervisor:
             signal.signal(number, lambda *_: None)  # the wake-up pipe says which one came
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def run(self, pass_fds: tuple[int, ...]) -> Exit:
+    def run(self, pass_fds: tuple[int, ...]) -> ExitRecord:
         """Start the command, wait for a reason to end, end everything, and tell."""
-        record = Exit(started=time.time())
+        record = ExitRecord(started=time.time())
         began = time.monotonic()
         try:
             child = self._start(pass_fds)
@@ -132,10 +153,10 @@ class Supervisor:
             record.reason = "not_started"
         else:
             reason = self._wait(child.pid, began)
+            record.first_failure = first_failure(self._folder)  # before ranks fail because they are ended
             record.leftovers_killed = self._end_tree()
             child.returncode = record.exit_code = os.waitstatus_to_exitcode(self._status[child.pid])
             record.reason = reason or ("failed" if record.exit_code else "finished")
-            record.first_failure = first_failure(self._folder)
             record.segments_removed = remove_segments(self._seen)
         record.ended = time.time()
         record.seconds = round(time.monotonic() - began, 3)
@@ -147,7 +168,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             pass_fds=pass_fds,
             # Should this very process be killed, torchrun gets SIGTERM and ends its ranks. Safe: there is one thread.
-            preexec_fn=lambda: _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=lambda: call_prctl(SET_PDEATHSIG, signal.SIGTERM),
         )
 
     def _wait(self, pid: int, began: float) -> str | None:
@@ -207,7 +228,7 @@ class Supervisor:
         living = descendants(os.getpid())
         self._seen |= living
         _send(signal.SIGTERM, living)
-        limit = time.monotonic() + GRACE_S
+        limit = time.monotonic() + self._grace_s
         killed: set[int] = set()
         while living:
             time.sleep(KILL_INTERVAL_S)
@@ -227,7 +248,7 @@ def _send(number: int, pids: set[int]) -> None:
             os.kill(pid, number)
 
 
-def write_exit(folder: Path, record: Exit) -> None:
+def write_exit(folder: Path, record: ExitRecord) -> None:
     """Write exit.json so that a reader sees nothing or the whole of it."""
     temporary = folder / f".exit.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
@@ -240,15 +261,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="the stage's folder")
     parser.add_argument("--deadline", type=float, metavar="S", help="end the command after this many seconds")
     parser.add_argument("--stall", type=float, metavar="S", help="end it when no progress file changed for so long")
+    parser.add_argument("--grace", type=float, metavar="S", default=GRACE_S, help="between SIGTERM and SIGKILL")
     parser.add_argument("--lock-fd", type=int, metavar="N", help="descriptor of a lock held until the tree is gone")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     with suppress(PermissionError):  # already the leader of a session
         os.setsid()
-    if _libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "this kernel has no child subreaper (Linux 3.4 or newer is needed)")
+    call_prctl(SET_CHILD_SUBREAPER, 1)
     supervisor = Supervisor(
-        options.command, folder=options.folder, deadline_s=options.deadline, stall_s=options.stall
+        options.command,
+        folder=options.folder,
+        deadline_s=options.deadline,
+        stall_s=options.stall,
+        grace_s=options.grace,
     )
     # The command keeps the lock too: were this process killed, the lock would last as long as the command.
     record = supervisor.run(() if options.lock_fd is None else (options.lock_fd,))
