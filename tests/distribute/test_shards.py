@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_files_hold_every_tensor_once_within_the_limit(parts: list[tuple[int, st
         held = sum(t.end - t.begin for t in members)
         assert held <= limit or len([t for t in members if t.end > t.begin]) == 1
         assert members[0].begin == len(file_header(members))
-        assert all(a.end == b.begin for a, b in zip(members, members[1:], strict=False))
+        assert all(a.end == b.begin for a, b in itertools.pairwise(members))
         assert members[-1].end == file.size
 
 
