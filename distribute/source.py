@@ -121,7 +121,7 @@ class Checkpoint:
         for head in heads:
             if not any(_same_data(self, head, embedding) for embedding in embeddings):
                 raise SourceError(
-                    f"config.json says tie_word_embeddings, but {head} differs from {', '.join(embeddings) or 'nothing'}: "
+                    f"config.json says tie_word_embeddings, but {head} differs from the embedding: "
                     "set tie_word_embeddings to false in config.json if the stored head is the right one, "
                     f"or remove {head}"
                 )

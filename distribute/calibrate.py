@@ -1,0 +1,92 @@
+"""The calibrate stage: measures weights and, where the recipe needs it, the inputs of every quantized layer.
+
+Weights are scanned first: a damaged source stops the run before anything expensive. Then the calibration text is
+run layer by layer, its batches shared among ranks. A batch is the unit of sharing and its arithmetic does not
+depend on the rank that runs it, so the statistics are equal bit for bit whatever the world size.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from distribute.dataset import Samples, batches, read_samples
+from distribute.job import Job, Progress
+from distribute.layers import QUANTIZE, decide
+from distribute.layerwise import LayerwiseModel
+from distribute.observe import Observation, merge_ranks, observe
+from distribute.ranks import Ranks
+from distribute.recipe import make_recipe
+from distribute.scan import scan
+from distribute.source import Checkpoint
+from distribute.statistics import Statistics
+
+
+def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
+    """Measure. Called by all ranks; rank 0 writes calibration.safetensors and calibration.json.
+
+    Returns:
+        figures: samples, tokens, and the warnings that belong in the report.
+    """
+    recipe = make_recipe(job.recipe)
+    folder = Path(job.folder)
+    samples: Samples | None = None
+    with ranks.together("open"):
+        checkpoint = Checkpoint.open(job.source)
+        checkpoint.refuse_quantized()
+        decisions = decide(checkpoint, recipe)
+        checkpoint.tied_copies()
+        if recipe.scheme.needs_data:
+            samples = _read_samples(job)
+    quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
+    weights = [f"{module}.weight" for module in quantized]
+    weight_absmax = scan(checkpoint, weights, ranks, workspace=folder, progress=progress)
+    report: dict[str, Any] = {"warnings": list(checkpoint.warnings), "samples": 0, "tokens": 0}
+    observation: Observation | None = None
+    if samples is not None:
+        observation, warnings = _observe(job, checkpoint, samples, quantized, ranks, progress)
+        report |= samples.report | {"warnings": [*checkpoint.warnings, *samples.report["warnings"], *warnings]}
+    with ranks.together("write"):
+        if ranks.is_first:
+            if observation is not None:
+                report |= {"tokens_per_expert": observation.tokens_per_expert}
+                report["warnings"] += dead_experts(observation.tokens_per_expert)
+            inputs = observation.input_absmax if observation is not None else {}
+            Statistics(weight_absmax, inputs, report).write(folder)
+    return {key: report[key] for key in ("samples", "tokens", "warnings")}
+
+
+def dead_experts(tokens_per_expert: dict[str, list[int]]) -> list[str]:
+    """One warning that lists the experts no token reached; none when there are none."""
+    dead = {block: [i for i, n in enumerate(tokens) if n == 0] for block, tokens in tokens_per_expert.items()}
+    lines = [f"{block}: {', '.join(map(str, experts))}" for block, experts in dead.items() if experts]
+    if not lines:
+        return []
+    return [f"experts that no calibration token reached take the input range of their siblings: {'; '.join(lines)}"]
+
+
+def _read_samples(job: Job) -> Samples:
+    options = job.options
+    return read_samples(
+        Path(options["data"]),
+        model=Path(job.source),
+        samples=options["samples"],
+        sequence_length=options["sequence_length"],
+        seed=options["seed"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+
+
+def _observe(
+    job: Job, checkpoint: Checkpoint, samples: Samples, quantized: list[str], ranks: Ranks, progress: Progress
+) -> tuple[Observation | None, list[str]]:
+    """The merged observation on rank 0 (None elsewhere), and warnings."""
+    own = batches(samples.tokens, job.options["batch_size"])[ranks.rank :: ranks.world]
+    with ranks.together("calibrate"):
+        model = LayerwiseModel.open(
+            checkpoint,
+            device=ranks.device,
+            trust_remote_code=job.options["trust_remote_code"],
+            threads=job.options["threads"],
+        )
+        observation = observe(model, own, quantized, progress)
+    merged = merge_ranks(observation, quantized, ranks=ranks, workspace_path=Path(job.folder))
+    return merged, list(model.warnings)
