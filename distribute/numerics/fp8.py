@@ -60,6 +60,7 @@ class Codec:
             quotient = quotient.to(through)
             if not self.signed_zero:
                 quotient.add_(0.0)
+            # explicit, because whether the cast itself saturates or writes NaN depends on the torch version
             codes[part] = quotient.clamp_(-E4M3_MAX, E4M3_MAX)
         return codes
 
