@@ -128,10 +128,11 @@ class LogFollower:
         return True
 
     def _say_hidden(self) -> None:
-        if self._hidden > 0 or self._skipped_bytes:
-            skipped = f" and {self._skipped_bytes / 1e6:.0f} MB" if self._skipped_bytes else ""
-            self._on_line(self._rank, f"… {self._hidden} lines{skipped} not shown, full log: {self._path}")
-            self._hidden = self._skipped_bytes = 0
+        parts = [f"{self._hidden} lines"] if self._hidden > 0 else []
+        parts += [f"{self._skipped_bytes / 1e6:.0f} MB"] if self._skipped_bytes else []
+        if parts:
+            self._on_line(self._rank, f"… {' and '.join(parts)} not shown, full log: {self._path}")
+        self._hidden = self._skipped_bytes = 0
 
 
 def follow(paths: Mapping[int, Path], on_line: OnLine, *, lines: int = 400) -> dict[int, LogFollower]:

@@ -142,7 +142,7 @@ def run_ranks(
     Raises:
         NogatherError: of the class the first failing rank raised (a UserError above all), if it is one of ours.
         LaunchError: everything else; names the reason, the first failing rank, the last line of its traceback and
-            the full log. The last lines of that log are attached as a note.
+            the full log. The last lines of that log are attached as a note (`__notes__`).
 
     Any exception, also one raised by a callback or a signal handler, ends the ranks before it leaves this function,
     within 10 s.
@@ -210,7 +210,8 @@ def _make_error(command: RankCommand, record: ExitRecord, failure: RankFailure |
     else:
         path, whose = command.log(failure.rank), f"the log of rank {failure.rank}"
         error = as_error(failure, path)
-    if lines := read_tail(path):
+    told_all = failure is not None and failure.kind == "user"  # one clear sentence; a traceback would hide it
+    if not told_all and (lines := read_tail(path)):
         error.add_note("\n".join([f"The last lines of {whose} ({path}):", *lines]))
     return error
 

@@ -1,0 +1,47 @@
+"""A launcher as bad as can be: each rank leads its own session and has a grandchild that does, too.
+
+    fake_torchrun.py FOLDER [--deaf] [--daemon] [--code N] [--seconds S]
+
+Every process writes FOLDER/pids/<pid>; each rank makes a shared-memory name with its pid. --deaf ranks and
+grandchildren ignore SIGTERM; --daemon: the launcher ends at once and leaves its ranks behind. The launcher ends with
+--code after --seconds, and never tells its ranks anything.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--role", default="launcher")
+    parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--daemon", action="store_true")
+    parser.add_argument("--code", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=120)
+    options = parser.parse_args()
+    if options.deaf and options.role != "launcher":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    below = {"launcher": ["rank", "rank"], "rank": ["grandchild"], "grandchild": []}[options.role]
+    flags = ["--deaf"] if options.deaf else []
+    for role in below:
+        program = [sys.executable, "-I", "-S", __file__, str(options.folder), "--role", role, *flags]
+        subprocess.Popen(program, start_new_session=True)
+    if options.role == "rank":
+        Path(f"/dev/shm/nogather-{os.getpid()}-test").write_bytes(b"x" * 100)
+    pids = options.folder / "pids"
+    pids.mkdir(exist_ok=True)
+    (pids / str(os.getpid())).touch()
+    if options.role == "launcher" and (options.daemon or options.code):
+        while len(list(pids.iterdir())) < 5:
+            time.sleep(0.02)
+        sys.exit(options.code)
+    time.sleep(options.seconds if options.role == "launcher" else 120)
+
+
+main()

@@ -1,0 +1,206 @@
+"""The supervisor with real processes: however it ends, nothing of its tree is left."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra import supervisor
+from tests.infra.trees import FAKE, living, segments, wait_for, wait_for_tree
+
+
+def start(
+    folder: Path, *options: str, fake: tuple[str, ...] = (), pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen:
+    program = [sys.executable, "-I", "-S", supervisor.__file__, "--folder", str(folder), *options, "--"]
+    command = [sys.executable, "-I", "-S", str(FAKE), str(folder), *fake]
+    return subprocess.Popen([*program, *command], stdin=subprocess.PIPE, start_new_session=True, pass_fds=pass_fds)
+
+
+def finish(process: subprocess.Popen, folder: Path, pids: set[int], *, seconds: float = 10) -> dict:
+    """Wait for the supervisor, check that nothing is left, return exit.json."""
+    process.wait(seconds)
+    process.stdin.close()
+    assert living(pids) == set()
+    assert segments(pids) == []
+    return json.loads((folder / "exit.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "terminated")],
+)
+def test_signal_ends_tree(tmp_path, number, reason):
+    process = start(tmp_path)
+    pids = wait_for_tree(tmp_path)
+    assert len(segments(pids)) == 2
+    process.send_signal(number)
+    record = finish(process, tmp_path, pids)
+    assert record["reason"] == reason
+    assert record["exit_code"] == -signal.SIGTERM
+    assert record["leftovers_killed"] == 0
+    assert record["segments_removed"] == 2
+    assert process.returncode == 1
+
+
+def test_deaf_ranks_are_killed_within_ten_seconds(tmp_path):
+    process = start(tmp_path, fake=("--deaf",))
+    pids = wait_for_tree(tmp_path)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    record = finish(process, tmp_path, pids)  # the default grace
+    assert time.monotonic() - began < 9
+    assert record["leftovers_killed"] == 4
+
+
+def test_end_of_stdin_ends_tree(tmp_path):
+    process = start(tmp_path, "--grace", "0.3", fake=("--deaf",))
+    pids = wait_for_tree(tmp_path)
+    process.stdin.close()
+    assert finish(process, tmp_path, pids)["reason"] == "parent_gone"
+
+
+def test_killed_parent_ends_tree_although_stdin_stays_open(tmp_path):
+    read, write = os.pipe()
+    code = (
+        "import subprocess, sys, time\n"
+        "process = subprocess.Popen(sys.argv[2:], stdin=int(sys.argv[1]))\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    program = [sys.executable, "-I", "-S", supervisor.__file__, "--folder", str(tmp_path), "--"]
+    command = [sys.executable, "-I", "-S", str(FAKE), str(tmp_path)]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(read), *program, *command], pass_fds=(read,), stdout=subprocess.PIPE
+    )
+    pids = wait_for_tree(tmp_path) | {int(parent.stdout.readline())}
+    parent.kill()
+    parent.wait()
+    assert wait_for(lambda: not living(pids), seconds=10)
+    assert segments(pids) == []
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == "parent_gone"
+    os.close(write)
+    os.close(read)
+    parent.stdout.close()
+
+
+def test_deadline_ends_tree(tmp_path):
+    process = start(tmp_path, "--deadline", "3", "--grace", "0.3", fake=("--deaf",))
+    record = finish(process, tmp_path, wait_for_tree(tmp_path))
+    assert record["reason"] == "deadline"
+    assert record["seconds"] >= 3
+
+
+def test_stall_ends_tree_only_when_progress_stops(tmp_path):
+    process = start(tmp_path, "--stall", "2")
+    pids = wait_for_tree(tmp_path)
+    for step in range(8):
+        time.sleep(0.5)
+        (tmp_path / "progress-0.json").write_text(str(step))
+    assert process.poll() is None
+    record = finish(process, tmp_path, pids)
+    assert record["reason"] == "stalled"
+    assert record["seconds"] >= 6
+
+
+@pytest.mark.parametrize("flags", [("--daemon",), ("--code", "3")])
+def test_ranks_left_behind_by_launcher_are_ended(tmp_path, flags):
+    process = start(tmp_path, "--grace", "0.3", fake=("--deaf", *flags))
+    record = finish(process, tmp_path, wait_for_tree(tmp_path))
+    assert record["reason"] == ("finished" if flags == ("--daemon",) else "failed")
+    assert record["exit_code"] == int((*flags, "0")[1])
+    assert record["leftovers_killed"] == 4
+    assert process.returncode == (0 if record["reason"] == "finished" else 1)
+
+
+def test_killed_launcher_is_a_failure(tmp_path):
+    process = start(tmp_path)
+    pids = wait_for_tree(tmp_path)
+    children = [pid for pid, (parent, _) in supervisor.processes().items() if parent == process.pid]
+    os.kill(children[0], signal.SIGKILL)
+    record = finish(process, tmp_path, pids)
+    assert (record["reason"], record["exit_code"]) == ("failed", -signal.SIGKILL)
+
+
+def test_killed_supervisor_takes_launcher_along(tmp_path):
+    process = start(tmp_path)
+    pids = wait_for_tree(tmp_path)
+    launcher = {pid for pid, (parent, _) in supervisor.processes().items() if parent == process.pid}
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    assert wait_for(lambda: not living(launcher), seconds=5)
+    for pid in living(pids):  # the fake launcher, unlike torchrun, does not tell its ranks
+        os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: not living(pids))
+    assert supervisor.remove_segments(pids) == 2
+
+
+def test_missing_program_is_told(tmp_path):
+    program = [sys.executable, supervisor.__file__, "--folder", str(tmp_path), "--", "/no/such/program"]
+    done = subprocess.run(program, input="", stderr=subprocess.PIPE, text=True, check=False)
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert (done.returncode, record["reason"], record["exit_code"]) == (1, "not_started", None)
+    assert "/no/such/program" in done.stderr
+
+
+def test_runs_as_module(tmp_path):
+    program = [sys.executable, "-m", "infra.supervisor", "--folder", str(tmp_path), "--", "/bin/sh", "-c", "exit 0"]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE)
+    assert process.wait(10) == 0
+    process.stdin.close()
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == "finished"
+
+
+def test_lock_lasts_until_tree_is_gone(tmp_path):
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    options = ("--lock-fd", str(lock), "--grace", "1.5")
+    process = start(tmp_path, *options, fake=("--deaf",), pass_fds=(lock,))
+    pids = wait_for_tree(tmp_path)
+    os.close(lock)
+    process.stdin.close()
+    other = os.open(tmp_path / "lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX)  # waits
+    assert living(pids) == set()
+    assert finish(process, tmp_path, pids)["reason"] == "parent_gone"
+    os.close(other)
+
+
+def test_segments_of_others_stay(tmp_path):
+    names = [Path(f"/dev/shm/{name}") for name in (f"nogather-{os.getpid()}-a", "nogather-999999999-a", "nogather-x")]
+    for path in names:
+        path.touch()
+    try:
+        # The first one's process lives, the second one's is dead but not ours, the third has no pid.
+        assert supervisor.remove_segments({os.getpid()}) == 0
+        assert all(path.exists() for path in names)
+        assert supervisor.remove_segments({999999999}) == 1
+    finally:
+        for path in names:
+            path.unlink(missing_ok=True)
+
+
+def test_first_failure_is_the_earliest(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for rank, text, moment in [(0, "1\n", 30), (1, "139\n", 20), (2, "0\n", 10), (3, "", 5)]:
+        (logs / f"rank-{rank}.exit").write_text(text)
+        os.utime(logs / f"rank-{rank}.exit", (moment, moment))
+    assert supervisor.first_failure(tmp_path) == {"rank": 1, "exit_code": -11, "time": 20.0}
+
+
+def test_descendants_are_found_through_every_level(tmp_path):
+    process = start(tmp_path)
+    pids = wait_for_tree(tmp_path)
+    assert supervisor.descendants(process.pid) == pids
+    process.stdin.close()
+    finish(process, tmp_path, pids)
