@@ -1,0 +1,80 @@
+"""What a user asks for: one flat model, which is the command line's options and the form in Prefect's UI.
+
+Empty text means "not given": the UI has no good way to enter null.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from distribute.errors import RecipeError
+from distribute.recipe import Recipe, load_recipe
+from tasks.sizes import parse_size
+
+
+class Parameters(BaseModel):
+    """Parameters of the flow `quantize-model`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+
+    model: str = Field(
+        min_length=1, description="folder of a Hugging Face checkpoint, or org/name[@revision] on the Hub"
+    )
+    recipe: str = Field(
+        default="fp8", min_length=1, description="preset (fp8, fp8_dynamic) or path of a YAML file"
+    )
+    dialect: Literal["recipe", "modelopt", "compressed-tensors"] = Field(
+        default="recipe", description="names, scales and JSON of the checkpoint; recipe: as the recipe says"
+    )
+    target: str = Field(
+        default="",
+        description="where to publish: a folder, s3://bucket/prefix or hf://org/name; empty: nowhere",
+    )
+    overwrite: bool = Field(default=False, description="publish although the target holds other files")
+    calib: str = Field(
+        default="",
+        description="calibration text: .txt, .jsonl or .parquet file, or hf://datasets/org/name[:split]",
+    )
+    samples: int = Field(default=512, ge=1, description="calibration samples")
+    sequence_length: int = Field(default=512, ge=1, description="tokens of each sample")
+    batch_size: int = Field(default=8, ge=1, description="samples computed at once")
+    seed: int = Field(default=0, ge=0, description="chooses the samples")
+    nproc: int = Field(
+        default=0, ge=0, le=1024, description="ranks on this host; 0: one a GPU, else one a CPU core up to 2"
+    )
+    max_shard_size: str = Field(default="5GB", description="largest weight file, for example 5GB or 500MB")
+    workspace: str = Field(
+        default="", description="folder for stages and reports; empty: NOGATHER_WORKSPACE or the cache"
+    )
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _is_size(cls, value: str) -> str:
+        parse_size(value)
+        return value
+
+    def load_recipe(self) -> Recipe:
+        """The recipe with the dialect on top.
+
+        Raises:
+            RecipeError: there is no such recipe, or it is wrong.
+        """
+        return load_recipe(self.recipe, dialect=None if self.dialect == "recipe" else self.dialect)
+
+
+def make_parameters(**values: Any) -> Parameters:
+    """Parameters from what was given; None means not given.
+
+    Raises:
+        RecipeError: one sentence that names every wrong option.
+    """
+    try:
+        return Parameters(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise RecipeError("; ".join(map(_fault, error.errors()))) from None
+
+
+def _fault(fault: Any) -> str:
+    name = ".".join(map(str, fault["loc"])).replace("_", "-")
+    return f"{name} {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"

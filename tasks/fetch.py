@@ -1,0 +1,147 @@
+"""Brings the source checkpoint and the calibration text onto the workspace, and names their content.
+
+A local folder or file is used where it lies. What is on the Hub is fetched at one commit into
+`<workspace>/sources/<org>--<name>/<commit>/` or `<workspace>/data/...`; unfinished files of an interrupted
+fetch are continued. Only safetensors and side files are fetched, never pickles.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+from distribute.errors import DataError, SourceError, UserError
+from distribute.passthrough import side_files
+from distribute.source import Checkpoint
+from infra.redact import scrub
+from tasks.manifest import sha256_of
+from tasks.run import DataFile, Source
+
+log = logging.getLogger(__name__)
+
+#: Weights in formats that are not read, and second copies of the weights.
+NEVER_FETCHED = [
+    "*.bin", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.tflite", "*.pkl",
+    "original/*", "onnx/*", "gguf/*", "coreml/*", "openvino/*",
+]  # fmt: skip
+DATA_SUFFIXES = (".parquet", ".jsonl", ".txt")
+_REPO = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_DATASET = re.compile(r"(?:hf://datasets/)?(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<split>[\w.-]+))?")
+
+
+def fetch_source(model: str, workspace: Path) -> Source:
+    """The checkpoint that `model` means: a local folder, or `org/name[@revision]` on the Hub.
+
+    Raises:
+        SourceError: neither; or it cannot be read, or it may not.
+    """
+    if Path(model).expanduser().exists():
+        return open_folder(model)
+    found = _REPO.fullmatch(model)
+    if found is None:
+        raise SourceError(
+            f"{model} is neither an existing folder nor a Hub model like org/name or org/name@revision"
+        )
+    with _hub_errors(f"model {model}", SourceError):
+        commit = HfApi().model_info(found["repo"], revision=found["revision"]).sha
+        folder = workspace / "sources" / found["repo"].replace("/", "--") / str(commit)
+        log.info("fetch: %s at %s into %s", found["repo"], commit, folder)
+        snapshot_download(found["repo"], revision=commit, local_dir=folder, ignore_patterns=NEVER_FETCHED)
+    return _name_content(model, folder)
+
+
+def open_folder(folder: str) -> Source:
+    """A checkpoint folder that is there.
+
+    Raises:
+        SourceError: it is not, or it cannot be read.
+    """
+    return _name_content(folder, Path(folder).expanduser().resolve())
+
+
+def fetch_data(calib: str, workspace: Path) -> DataFile:
+    """The calibration text that `calib` means: a local file, or `hf://datasets/org/name[:split]` on the Hub.
+
+    Of a Hub data set the first file of the split (train when none is named) is taken: calibration needs few texts.
+
+    Raises:
+        DataError: neither; or there is no readable text file.
+    """
+    path = Path(calib).expanduser()
+    if path.exists():
+        return _name_file(calib, path.resolve())
+    found = _DATASET.fullmatch(calib)
+    if found is None or path.suffix in DATA_SUFFIXES:
+        raise DataError(
+            f"calibration text {calib} is neither an existing file ({', '.join(DATA_SUFFIXES)}) "
+            "nor a Hub data set like hf://datasets/org/name:split"
+        )
+    repo = found["repo"]
+    with _hub_errors(f"data set {repo}", DataError):
+        info = HfApi().dataset_info(repo)
+        name = choose_data_file(
+            [sibling.rfilename for sibling in info.siblings or []], found["split"], repo=repo
+        )
+        folder = workspace / "data" / repo.replace("/", "--") / str(info.sha)
+        log.info("fetch: %s of %s at %s", name, repo, info.sha)
+        fetched = hf_hub_download(repo, name, repo_type="dataset", revision=info.sha, local_dir=folder)
+    return _name_file(calib, Path(fetched))
+
+
+def choose_data_file(names: list[str], split: str | None, *, repo: str) -> str:
+    """The first file of a split: parquet before jsonl before txt, then by name. Pure.
+
+    Raises:
+        DataError: the data set has no such file.
+    """
+    readable = [name for name in names if name.endswith(DATA_SUFFIXES)]
+    wanted = re.compile(rf"(?:^|[^a-z0-9]){re.escape(split or 'train')}(?:[^a-z0-9]|$)", re.IGNORECASE)
+    chosen = [name for name in readable if wanted.search(name)] or ([] if split else readable)
+    if not chosen:
+        raise DataError(
+            f"data set {repo} holds no {', '.join(DATA_SUFFIXES)} file{f' of split {split}' if split else ''}; "
+            f"its files: {', '.join(names[:8]) or 'none'}"
+        )
+    return min(chosen, key=lambda name: (DATA_SUFFIXES.index(Path(name).suffix), name))
+
+
+def _name_content(address: str, folder: Path) -> Source:
+    """`revision` covers headers, sizes and times of the weights, and every side file: they are exported, too."""
+    checkpoint = Checkpoint.open(folder)
+    digest = hashlib.sha256(checkpoint.digest().encode())
+    for name in side_files(folder):
+        digest.update(f"\0{name}\0{sha256_of(folder / name)}".encode())
+    return Source(address, folder, digest.hexdigest())
+
+
+def _name_file(address: str, path: Path) -> DataFile:
+    if not path.is_file():
+        raise DataError(f"calibration text {path} is not a file; give one file ({', '.join(DATA_SUFFIXES)})")
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"calibration text {path} is empty")
+        return DataFile(address, path, sha256_of(path))
+    except OSError as error:
+        raise DataError(f"calibration text {path} cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _hub_errors(what: str, kind: type[UserError]) -> Iterator[None]:
+    """What the Hub refuses for good is the user's to change; everything else may be tried again."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status not in (401, 403, 404):
+            raise
+        raise kind(
+            f"{what} is not on the Hub or may not be read ({status}); check the name, "
+            "accept its licence on the Hub, or set HF_TOKEN"
+        ) from None
+    except (HFValidationError, OfflineModeIsEnabled) as error:
+        raise kind(f"{what} cannot be fetched: {scrub(' '.join(str(error).split()))}") from None
