@@ -47,10 +47,8 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
 
 
 def write_config(checkpoint: Checkpoint, target: Path, changes: Mapping[str, Any]) -> None:
-    """Write the source's own config.json with `changes` on top; a None removes a key."""
-    config = checkpoint.config | changes
-    write_json_text(target / "config.json", {key: value for key, value in config.items() if value is not None or
-                                             key not in changes})  # fmt: skip
+    """Write the source's own config.json with `changes` on top."""
+    write_json_text(target / "config.json", {**checkpoint.config, **changes})
 
 
 def write_json_text(path: Path, value: Any, indent: int = 2) -> None:

@@ -1,0 +1,186 @@
+"""Export on real torchrun ranks: the same bytes for every world size, and after a kill."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distribute import export
+from distribute.errors import SourceError, StageError
+from distribute.job import Job, Progress, read_json
+from distribute.numerics.observers import rows_absmax
+from distribute.plan import Plan, make_plan
+from distribute.quantize import scale_values
+from distribute.ranks import Ranks
+from distribute.recipe import make_recipe
+from distribute.source import Checkpoint
+from distribute.statistics import Statistics
+from distribute.tensors import read_tensor
+from tests.checkpoints import decoder_tensors, write_checkpoint
+from tests.stages import command, digests, environment, jobs, result, run_stage
+
+RECIPE = {"preset": "fp8_dynamic"}
+
+
+def _write_plan(source: Path, folder: Path, max_shard_bytes: int) -> Plan:
+    """A data-free plan, made without ranks."""
+    checkpoint = Checkpoint.open(source)
+    plan = make_plan(checkpoint, make_recipe(RECIPE), max_shard_bytes)
+    weights = {f"{m}.weight": rows_absmax(read_tensor(checkpoint, f"{m}.weight")) for m in plan.quantized}
+    values, _ = scale_values(plan, Statistics(weights))
+    folder.mkdir(parents=True)
+    save_file(values, folder / "plan.safetensors")
+    plan.write(folder / "plan.json")
+    return plan
+
+
+def _job(source: Path, root: Path, max_shard_bytes: int = 60_000) -> Job:
+    job = jobs(source, root, **RECIPE)["export"]
+    if not Path(job.inputs["plan"]).exists():
+        _write_plan(source, Path(job.inputs["plan"]), max_shard_bytes)
+    return job
+
+
+def _export_alone(job: Job) -> None:
+    Path(job.folder).mkdir(parents=True, exist_ok=True)
+    export.run(job, Ranks.start(), Progress(Path(job.folder), 0))
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_moe", vocab=389)  # odd sizes: rows do not divide among ranks
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    job = _job(source, tmp_path_factory.mktemp("one"))
+    _export_alone(job)
+    return digests(Path(job.folder) / "checkpoint")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_world_size_writes_the_same_bytes(
+    source: Path, expected: dict[str, str], tmp_path: Path, world: int
+) -> None:
+    job = _job(source, tmp_path)
+    run_stage(job, world)
+    assert digests(Path(job.folder) / "checkpoint") == expected
+    assert len(expected) > 6
+    assert result(job)["world"] == world
+    assert len(result(job)["peak_memory_bytes"]) == world
+    assert not (Path(job.folder) / "checkpoint.partial").exists()
+
+
+def test_every_file_is_recorded_with_its_digest(source: Path, expected: dict[str, str], tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    _export_alone(job)
+    recorded = {record["name"]: record["sha256"] for record in read_json(Path(job.folder) / "files.json")}
+    assert recorded == expected
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL a process and all its descendants: ranks are session leaders, so no group holds them."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    tree = [pid]
+    for member in tree:
+        tree += [child for child, parent in parents.items() if parent == member]
+    for member in tree:
+        os.kill(member, signal.SIGKILL)
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    source = tiny_model("llama", hidden=256, layers=8, vocab=2048)
+    whole = _job(source, tmp_path / "whole", 100_000)
+    _export_alone(whole)
+    job = _job(source, tmp_path / "killed", 100_000)
+    process = subprocess.Popen(
+        command(job, 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    )
+    sealed = Path(job.folder) / "sealed"
+    deadline = time.monotonic() + 120
+    while not (sealed.is_dir() and len(list(sealed.glob("*.json"))) >= 3):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.001)
+    _kill_tree(process.pid)
+    process.wait()
+    assert not (Path(job.folder) / "checkpoint").exists()
+    survivors = len(list(sealed.glob("*.json")))
+    run_stage(job, 3)
+    assert digests(Path(job.folder) / "checkpoint") == digests(Path(whole.folder) / "checkpoint")
+    assert result(job)["figures"]["files_resumed"] >= min(survivors, 3)
+
+
+def test_a_sealed_file_that_was_touched_is_written_again(
+    source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    job = _job(source, tmp_path)
+    folder = Path(job.folder)
+    plan = Plan.read(Path(job.inputs["plan"]) / "plan.json")
+    _export_alone(job)
+    (folder / "checkpoint").rename(folder / "checkpoint.partial")
+    damaged = folder / "checkpoint.partial" / plan.files[0].name
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    (folder / "checkpoint.partial" / "left-over.tmp").write_text("x")
+    _export_alone(job)
+    assert digests(folder / "checkpoint") == expected
+
+
+def test_a_finished_export_is_not_made_again(source: Path, tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    _export_alone(job)
+    before = {path: path.stat().st_mtime_ns for path in (Path(job.folder) / "checkpoint").iterdir()}
+    _export_alone(job)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_source_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", decoder_tensors())
+    job = _job(source, tmp_path)
+    write_checkpoint(source, decoder_tensors(seed=5))
+    with pytest.raises(SourceError, match="has changed"):
+        _export_alone(job)
+    assert not (Path(job.folder) / "checkpoint").exists()
+
+
+def test_a_failing_rank_ends_all_and_leaves_no_checkpoint(source: Path, tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    (Path(job.inputs["plan"]) / "plan.safetensors").write_bytes(b"broken")
+    done = run_stage(job, 2, check=False)
+    assert done.returncode != 0
+    assert read_json(Path(job.folder) / "error-0.json")["kind"] == "internal"
+    assert not (Path(job.folder) / "checkpoint").exists()
+
+
+def test_commit_refuses_a_file_that_is_not_sealed(source: Path, tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    plan = Plan.read(Path(job.inputs["plan"]) / "plan.json")
+    partial = Path(job.folder) / "checkpoint.partial"
+    partial.mkdir(parents=True)
+    with pytest.raises(StageError, match="not sealed"):
+        export.commit(Path(job.folder), plan, Checkpoint.open(source))
+
+
+def test_zero_rows_and_zero_weights_stay_zero(tmp_path: Path) -> None:
+    tensors = decoder_tensors()
+    tensors["model.layers.0.mlp.up_proj.weight"][3] = 0
+    tensors["model.layers.1.mlp.up_proj.weight"].zero_()
+    for dialect in ("modelopt", "compressed-tensors"):
+        root = tmp_path / dialect
+        job = _job(write_checkpoint(root / "source", tensors), root)
+        _export_alone(job)
+        written = Checkpoint.open(Path(job.folder) / "checkpoint")
+        assert not read_tensor(written, "model.layers.1.mlp.up_proj.weight").float().any()
+        assert not read_tensor(written, "model.layers.0.mlp.up_proj.weight")[3].float().any()
+        assert torch.all(read_tensor(written, "model.layers.1.mlp.up_proj.weight_scale") == 1.0)
