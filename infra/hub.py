@@ -32,7 +32,8 @@ from infra.release import LocalFile, is_weight, stale_names
 
 MAX_FILE_BYTES = 50_000_000_000  # Hub documentation, "Repository limitations and recommendations"
 MAX_FILES_PER_FOLDER = 10_000
-_ASKED_AT_ONCE = 500
+_ASKED_AT_ONCE = 256
+_IGNORE_NOTHING = "# the owner's .gitignore does not apply to a checkpoint\n"
 
 
 class HubTarget:
@@ -96,19 +97,20 @@ class HubTarget:
             for file in files:
                 addition = self._additions[file.name] = CommitOperationAdd(file.name, file.path)
                 if is_weight(file.name):
-                    self._calls.retried(f"upload of {file.name}", self._preupload, addition)
+                    self._calls.retried(f"upload of {file.name}", self._preupload, [addition])
                     _check_digest(file, addition)
                 on_progress(file.name, file.size)
 
     def commit(self, files: Sequence[LocalFile]) -> str | None:
         new = {file.name for file in files}
         stale = stale_names(self._names(self._parent), new, None)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        additions = [
             self._additions.get(file.name) or CommitOperationAdd(file.name, file.path) for file in files
         ]
-        operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in stale]
         with no_bars():
-            self._revision = self._commit_once(operations, files, stale)
+            self._calls.retried("preupload", self._preupload, additions)
+            self._revision = self._commit_once([*additions, *deletions], files, stale)
         return self._revision
 
     def verify(self, files: Sequence[LocalFile]) -> dict[str, dict[str, Any]]:
@@ -132,10 +134,8 @@ class HubTarget:
 
     # ---- the commit
 
-    def _commit_once(
-        self, operations: list[Any], files: Sequence[LocalFile], stale: Sequence[str]
-    ) -> str | None:
-        """Commit, and try again after a passing failure unless the commit turns out to be there."""
+    def _commit_once(self, operations: list[Any], files: Sequence[LocalFile], stale: Sequence[str]) -> str:
+        """Commit, and try again after a passing failure, but never when the commit turns out to be there."""
         for attempt in range(ATTEMPTS):
             try:
                 return self._api.create_commit(
@@ -146,36 +146,39 @@ class HubTarget:
                     parent_commit=self._parent,
                 ).oid
             except CLIENT_ERRORS as error:
-                conflict = status_of(error) == 412
-                wait = None if conflict else wait_s(error, attempt)
-                if wait is None and not conflict:
+                # 412: the parent is no longer the head, perhaps by our own commit whose answer was lost.
+                wait = 0.0 if status_of(error) == 412 else wait_s(error, attempt)
+                if wait is None:
                     raise self._calls.explain(error, "create_commit") from None
-                head = self._committed(files, stale, error)
-                if head is not None:
-                    return head
-                assert wait is not None  # a conflict whose head is still our parent: see _committed
                 wait_out("create_commit", wait, attempt, error)
-        raise AssertionError("the last attempt raises")
+            head = self._head()
+            if head != self._parent:
+                return self._own_commit(head, files, stale)
+        raise StageError(f"the Hub refused create_commit on {self.address} {ATTEMPTS} times; publish again later")
 
-    def _committed(self, files: Sequence[LocalFile], stale: Sequence[str], error: Exception) -> str | None:
-        """The head when it is already what we commit, None when it is still our parent."""
-        head = self._head()
-        if head == self._parent and status_of(error) != 412:
-            return None
+    def _own_commit(self, head: str, files: Sequence[LocalFile], stale: Sequence[str]) -> str:
+        """`head` when its content is what we commit; otherwise somebody else pushed."""
         whole = all(info is not None for info in self._ask(files, head).values())
         if whole and not set(stale) & set(self._names(head)):
             return head
         raise StageError(
-            f"{self.address} was changed by somebody else during the upload; look at the repository and publish again"
+            f"{self.address} was changed by somebody else during the upload; look at it and publish again"
         )
 
     # ---- parts
 
-    def _preupload(self, addition: CommitOperationAdd) -> None:
-        self._api.preupload_lfs_files(self.repo, [addition], revision=self.revision, free_memory=False)
+    def _preupload(self, additions: list[CommitOperationAdd]) -> None:
+        self._api.preupload_lfs_files(
+            self.repo,
+            additions,
+            revision=self.revision,
+            free_memory=False,
+            gitignore_content=_IGNORE_NOTHING,
+        )
 
-    def _head(self) -> str | None:
-        return self._calls.retried("repo_info", self._api.repo_info, self.repo, revision=self.revision).sha
+    def _head(self) -> str:
+        info = self._calls.retried("repo_info", self._api.repo_info, self.repo, revision=self.revision)
+        return str(info.sha)
 
     def _names(self, revision: str | None) -> list[str]:
         def listing() -> list[str]:

@@ -1,9 +1,10 @@
 """Take secrets out of text that a server or a client library produced.
 
 Servers echo headers, clients put URLs into exception texts: nothing of that kind is shown or logged before it
-went through `scrub`. Known secrets are replaced by value, the usual shapes of tokens by pattern.
+went through `scrub`; log handlers get a `SecretFilter`. Known secrets are replaced by value, the usual shapes of tokens by pattern.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ _VARIABLES = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
 )  # fmt: skip
 _SHAPES = (
-    (re.compile(r"hf_[A-Za-z0-9_-]{6,}"), HIDDEN),
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), HIDDEN),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}"), rf"\1 {HIDDEN}"),
     (re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|token)=[^&\s\"']+"), rf"\1={HIDDEN}"),
@@ -32,3 +33,11 @@ def scrub(text: str, secrets: Iterable[str] = ()) -> str:
     for shape, replacement in _SHAPES:
         text = shape.sub(replacement, text)
     return text
+
+
+class SecretFilter(logging.Filter):
+    """Scrubs every record of the handler it is added to, the client libraries' own records included."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = scrub(record.getMessage()), None
+        return True
