@@ -1,0 +1,121 @@
+"""The inputs of linear layers and of routed experts, seen while a model runs.
+
+Linear layers are seen by forward pre-hooks. transformers 5 keeps the experts of a block in 3-D parameters, so
+there is no module to hook: their own loop (experts implementation "eager") calls F.linear with one expert's slice,
+and the slice's place in its parameter tells which expert it is. This is the point where nvidia-modelopt's expert
+quantizers stand, so the maximum over a block's experts is its shared input amax, bit for bit.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from distribute.modules import Projection
+from distribute.numerics.observers import absmax
+
+
+class InputStatistics:
+    """Running absmax and number of rows of inputs, by name.
+
+    `see` takes an input with [..., in] elements. Linear layers that share an input are called one after the
+    other with the same tensor object; it is then measured once.
+    """
+
+    def __init__(self) -> None:
+        self.absmax: dict[str, Tensor] = {}
+        self.rows: dict[str, int] = {}
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def see(self, names: tuple[str, ...], x: Tensor) -> None:
+        """`x` is an input of every layer in `names`."""
+        if x.numel() == 0:
+            return
+        value = self._measure(x)
+        for name in names:
+            known = self.absmax.get(name)
+            self.absmax[name] = value if known is None else torch.maximum(known, value)
+            self.rows[name] = self.rows.get(name, 0) + x.numel() // x.shape[-1]
+
+    def finish(self) -> dict[str, Tensor]:
+        """All values as fp32 0-dim tensors on the CPU (one transfer), in the order they were first seen."""
+        self._last = None
+        if not self.absmax:
+            return {}
+        values = torch.stack(list(self.absmax.values())).cpu()
+        return dict(zip(self.absmax, values.unbind(), strict=True))
+
+    def _measure(self, x: Tensor) -> Tensor:
+        # The reference keeps the tensor alive, so that its identity cannot be taken over by another one.
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, absmax(x))
+        return self._last[1]
+
+
+@contextmanager
+def watching(
+    model: nn.Module, projections: Iterable[Projection], statistics: InputStatistics
+) -> Iterator[InputStatistics]:
+    """While open, every input of these projections goes to `statistics` under the module name on disk."""
+    linears: dict[str, list[str]] = defaultdict(list)
+    experts: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for projection in projections:
+        if projection.expert is None:
+            linears[projection.parameter].append(projection.module)
+        else:
+            experts[projection.parameter][projection.expert].append(projection.module)
+    handles = [
+        _hook(model.get_submodule(parameter.rpartition(".")[0]), tuple(names), statistics)
+        for parameter, names in linears.items()
+    ]
+    slices = {model.get_parameter(parameter): by_index for parameter, by_index in experts.items()}
+    try:
+        with _ExpertInputs(slices, statistics) if slices else nullcontext():
+            yield statistics
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(linear: nn.Module, names: tuple[str, ...], statistics: InputStatistics) -> Any:
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        statistics.see(names, args[0] if args else kwargs["input"])
+
+    return linear.register_forward_pre_hook(see, with_kwargs=True)
+
+
+class _ExpertInputs(TorchFunctionMode):
+    """Sees each F.linear whose weight is a slice of one of the given 3-D parameters."""
+
+    def __init__(self, slices: dict[nn.Parameter, dict[int, list[str]]], statistics: InputStatistics):
+        super().__init__()
+        self._statistics = statistics
+        self._names = {
+            _address(parameter): (
+                parameter.storage_offset(),
+                parameter.stride(0),
+                {index: tuple(names) for index, names in by_index.items()},
+            )
+            for parameter, by_index in slices.items()
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            self._see(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, x: Tensor, weight: Tensor) -> None:
+        found = self._names.get(_address(weight))
+        if found is not None and weight.dim() == 2:
+            offset, stride, names = found
+            index = (weight.storage_offset() - offset) // stride
+            self._statistics.see(names.get(index, ()), x)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
