@@ -29,6 +29,15 @@ CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
+class _Origin:
+    """What an output tensor is made of; the fields that an `Output` has beside its place."""
+
+    codec: str
+    source: str | None = None
+    scale: str | None = None
+
+
+@dataclass(frozen=True)
 class Output(Placed):
     """One tensor of the checkpoint. `source`: tensor it is made of; `scale`: output tensor that holds its scale."""
 
@@ -128,9 +137,9 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
         if entry.name not in dropped
         for part in _outputs_of(entry, decisions, dialect, recipe, model_dtype)
     ]
-    details = {spec[0]: rest for spec, *rest in parts}
-    files, placed = plan_files([spec for spec, *_ in parts], max_shard_bytes)
-    outputs = [Output(*astuple_shallow(tensor), *details[tensor.name]) for tensor in placed]
+    origins = {spec[0]: origin for spec, origin in parts}
+    files, placed = plan_files([spec for spec, _ in parts], max_shard_bytes)
+    outputs = [Output(**vars(tensor), **asdict(origins[tensor.name])) for tensor in placed]
     return Plan(
         recipe=recipe,
         source_digest=checkpoint.digest(),
@@ -157,29 +166,22 @@ def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) 
     return checkpoint.tensors[f"{first}.weight"].dtype
 
 
-def astuple_shallow(placed: Placed) -> tuple[str, str, tuple[int, ...], str, int, int]:
-    """Fields of a Placed, in order."""
-    return placed.name, placed.dtype, placed.shape, placed.file, placed.begin, placed.end
-
-
 def _outputs_of(
     entry: TensorEntry, decisions: Mapping[str, Decision], dialect: Dialect, recipe: Recipe, model_dtype: str
-) -> Iterator[tuple[Spec, str, str | None, str | None]]:
-    """(spec, codec, source, scale) of every output tensor that a source tensor leads to."""
+) -> Iterator[tuple[Spec, _Origin]]:
+    """Every output tensor that a source tensor leads to, and what it is made of."""
     module = entry.name.removesuffix(".weight")
     decision = decisions.get(module)
     if decision is None or module == entry.name or decision.action != QUANTIZE:
-        yield (entry.name, entry.dtype, entry.shape), COPY, entry.name, None
+        yield (entry.name, entry.dtype, entry.shape), _Origin(COPY, entry.name)
         return
     rows, columns = entry.shape
     specs = dialect.tensors((rows, columns), recipe.scheme, model_dtype)
     scale = next(f"{module}.{spec.suffix}" for spec in specs if spec.role == "weight_scale")
     for spec in specs:
-        name = f"{module}.{spec.suffix}"
-        if spec.role == "weight":
-            yield (name, spec.dtype, spec.shape), dialect.codec(recipe.scheme), entry.name, scale
-        else:
-            yield (name, spec.dtype, spec.shape), VALUE, None, None
+        coded = spec.role == "weight"
+        origin = _Origin(dialect.codec(recipe.scheme), entry.name, scale) if coded else _Origin(VALUE)
+        yield (f"{module}.{spec.suffix}", spec.dtype, spec.shape), origin
 
 
 def _json_blocks(
