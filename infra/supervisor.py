@@ -19,17 +19,19 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GRACE_S = 4.0  # between SIGTERM and SIGKILL; keeps a shutdown well under 10 s
 TICK_S = 0.5
 KILL_INTERVAL_S = 0.05
-SHARED_MEMORY = Path("/dev/shm")
-SEGMENT = re.compile(r"nogather-(\d+)(?:-|$)")  # the number is the pid of the process that made it
+# Names of shared-memory files say who made them (distribute/segments.py): boot, pid namespace, pid, start time.
+SEGMENT = re.compile(r"nogather-([0-9a-f]{8})-(\d+)-(\d+)-(\d+)-.*")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
@@ -47,44 +49,62 @@ class ExitRecord:
         None  # {"rank", "exit_code", "time"} of the rank that first failed by itself
     )
     leftovers_killed: int = 0  # processes that had to be ended by SIGKILL
-    segments_removed: int = 0  # names of dead ranks removed from /dev/shm
+    segments_removed: int = 0  # files of dead ranks removed from /dev/shm (or the folder for temporary files)
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """pid -> (parent's pid, state letter) of every process that can be seen."""
+class Process(NamedTuple):
+    """One line of /proc."""
+
+    parent: int  # pid
+    state: str  # one letter; Z and X are dead
+    start: int  # clock ticks after boot
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs, or may run again."""
+        return self.state not in "ZX"
+
+
+def processes() -> dict[int, Process]:
+    """Every process that can be seen, by pid."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 # The name in parentheses may itself contain spaces and parentheses: the last one ends it.
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-                found[int(entry)] = (int(parent), state.decode())
+                fields = file.read().rpartition(b")")[2].split()
+                found[int(entry)] = Process(int(fields[1]), fields[0].decode(), int(fields[19]))
     return found
 
 
 def descendants(root: int) -> set[int]:
-    """pids of all living (not zombie) processes below `root`, however deep."""
+    """pids of all living processes below `root`, however deep."""
     table = processes()
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in table.items():
-        children.setdefault(parent, []).append(pid)
+    for pid, process in table.items():
+        children.setdefault(process.parent, []).append(pid)
     below: set[int] = set()
     todo = [root]
     while todo:
         new = set(children.get(todo.pop(), ())) - below
         below |= new
         todo += new
-    return {pid for pid in below if table[pid][1] not in "ZX"}
+    return {pid for pid in below if table[pid].lives}
 
 
-def remove_segments(pids: set[int]) -> int:
-    """Remove the shared-memory names made by the given processes, if they are dead; returns how many."""
+def remove_segments(folders: Iterable[Path]) -> int:
+    """Remove shared-memory files whose maker is dead; returns how many.
+
+    Boot and pid namespace must be ours: elsewhere a pid says nothing, and its owner may live unseen.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:8]
+    here = (boot, str(os.stat("/proc/self/ns/pid").st_ino))
+    living = {(str(pid), str(process.start)) for pid, process in processes().items() if process.lives}
     removed = 0
-    alive = {pid for pid, (_, state) in processes().items() if state not in "ZX"}
-    for path in SHARED_MEMORY.glob("nogather-*"):
-        match = SEGMENT.match(path.name)
-        if match and (pid := int(match[1])) in pids and pid not in alive:
-            with suppress(OSError):
+    for path in (path for folder in folders for path in folder.glob("nogather-*")):
+        match = SEGMENT.fullmatch(path.name)
+        if match and match.groups()[:2] == here and match.groups()[2:] not in living:
+            with suppress(OSError):  # another user's
                 path.unlink()
                 removed += 1
     return removed
@@ -130,8 +150,6 @@ class Supervisor:
         self._stall_s = stall_s
         self._grace_s = grace_s
         self._parent = os.getppid()
-        self._seen: set[int] = set()
-        self._next_scan = 0.0
         self._progress: tuple[object, float] = (None, time.monotonic())
         self._status: dict[int, int] = {}  # of every child reaped, orphans included
         self._wakeup, wakeup_write = os.pipe()
@@ -156,7 +174,7 @@ class Supervisor:
             record.leftovers_killed = self._end_tree()
             child.returncode = record.exit_code = os.waitstatus_to_exitcode(self._status[child.pid])
             record.reason = reason or ("failed" if record.exit_code else "finished")
-            record.segments_removed = remove_segments(self._seen)
+            record.segments_removed = remove_segments((Path("/dev/shm"), Path(tempfile.gettempdir())))
         record.ended = time.time()
         record.seconds = round(time.monotonic() - began, 3)
         return record
@@ -178,16 +196,6 @@ class Supervisor:
             self._reap()
             if pid in self._status:
                 return None
-            self._note_tree()
-
-    def _note_tree(self) -> None:
-        """Remember the pids of the tree: after a rank's death its pid tells which segments were its own."""
-        now = time.monotonic()
-        if now >= self._next_scan:
-            self._seen |= descendants(os.getpid())
-            self._next_scan = now + 20 * (
-                time.monotonic() - now
-            )  # at most 5 % of a core, with any number of processes
 
     def _sleep(self) -> str | None:
         """At most one tick; the reason when a signal or the end of stdin came."""
@@ -227,7 +235,6 @@ class Supervisor:
         """SIGTERM to every descendant, then SIGKILL until none is left; returns how many needed it."""
         self._reap()
         living = descendants(os.getpid())
-        self._seen |= living
         _send(signal.SIGTERM, living)
         limit = time.monotonic() + self._grace_s
         killed: set[int] = set()
@@ -235,7 +242,6 @@ class Supervisor:
             time.sleep(KILL_INTERVAL_S)
             self._reap()
             living = descendants(os.getpid())
-            self._seen |= living
             if time.monotonic() >= limit:
                 _send(signal.SIGKILL, living)
                 killed |= living

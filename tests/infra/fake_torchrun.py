@@ -16,6 +16,14 @@ import time
 from pathlib import Path
 
 
+def make_segment() -> None:
+    """A shared-memory file named as distribute/segments.py does it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:8]
+    space = os.stat("/proc/self/ns/pid").st_ino
+    start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    Path(f"/dev/shm/nogather-{boot}-{space}-{os.getpid()}-{start}-job-0-x").write_bytes(b"x" * 100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -33,7 +41,7 @@ def main() -> None:
         program = [sys.executable, "-I", "-S", __file__, str(options.folder), "--role", role, *flags]
         subprocess.Popen(program, start_new_session=True)
     if options.role == "rank":
-        Path(f"/dev/shm/nogather-{os.getpid()}-test").write_bytes(b"x" * 100)
+        make_segment()
     pids = options.folder / "pids"
     pids.mkdir(exist_ok=True)
     (pids / str(os.getpid())).touch()

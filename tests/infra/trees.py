@@ -34,10 +34,10 @@ def wait_for_tree(folder: Path) -> set[int]:
 def living(pids: set[int]) -> set[int]:
     """Those that still run (zombies do not)."""
     table = processes()
-    return {pid for pid in pids if pid in table and table[pid][1] not in "ZX"}
+    return {pid for pid in pids if pid in table and table[pid].lives}
 
 
 def segments(pids: set[int]) -> list[str]:
     """Shared-memory names of these processes."""
-    found = [(path.name, SEGMENT.match(path.name)) for path in Path("/dev/shm").glob("nogather-*")]
-    return [name for name, match in found if match and int(match[1]) in pids]
+    found = [(path.name, SEGMENT.fullmatch(path.name)) for path in Path("/dev/shm").glob("nogather-*")]
+    return [name for name, match in found if match and int(match[3]) in pids]
