@@ -6,6 +6,7 @@ fault. With no plan and no source (`nogather verify DIR`) only the checks of `di
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,15 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     )
     own: dict[str, Any] = {}
     with ranks.together("verify"):
+        headers = ranks.share(header_faults(subject.folder, subject.plan) if ranks.is_first else None)
         files = subject.files[ranks.rank :: ranks.world]
         own = {"sha256": _hash_faults(subject.folder, files)}
-        own |= _compare(subject, ranks, progress)
+        own |= _compare(subject, ranks, progress, skip=headers.keys())
     parts = ranks.gather(own, None)
     checks: dict[str, Faults] = {}
     with ranks.together("verify"):
         if ranks.is_first:
-            checks, tensors = _judge(subject, parts)
+            checks, tensors = _judge(subject, headers, parts)
             _write_report(Path(job.folder), checks, subject.files, tensors)
             _refuse(checks)
             return _figures(subject.files, tensors)
@@ -105,9 +107,12 @@ def _hash_faults(folder: Path, files: list[dict[str, Any]]) -> Faults:
     return faults
 
 
-def _compare(subject: _Subject, ranks: Ranks, progress: Progress) -> dict[str, Any]:
-    """This rank's share of the comparison with the source: sums of squares by tensor, and tensors that differ."""
-    outputs = {output.name: output for output in subject.plan.outputs}
+def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Collection[str]) -> dict[str, Any]:
+    """This rank's share of the comparison with the source: sums of squares by tensor, and tensors that differ.
+
+    Files in `skip` have damaged headers: their bytes mean nothing.
+    """
+    outputs = {output.name: output for output in subject.plan.outputs if output.file not in skip}
     pieces = [piece for output in outputs.values() for piece in _cut(output)]
     own = share(pieces, ranks.world)[ranks.rank]
     progress.start("verify", sum(piece.nbytes for piece in own), "bytes")
@@ -162,10 +167,12 @@ def _power(
     return signal, noise
 
 
-def _judge(subject: _Subject, parts: list[dict[str, Any]]) -> tuple[dict[str, Faults], list[dict[str, Any]]]:
+def _judge(
+    subject: _Subject, headers: Mapping[str, Faults], parts: list[dict[str, Any]]
+) -> tuple[dict[str, Faults], list[dict[str, Any]]]:
     """All checks and the row of every quantized tensor. Rank 0."""
     checks: dict[str, Faults] = {
-        "headers": header_faults(subject.folder, subject.plan),
+        "headers": [f"{file}: {fault}" for file, faults in headers.items() for fault in faults],
         "sha256": [fault for part in parts for fault in part["sha256"]],
         "folder": _folder_faults(subject),
         "copies": [fault for part in parts for fault in part["copies"]],
@@ -198,19 +205,20 @@ def _judge(subject: _Subject, parts: list[dict[str, Any]]) -> tuple[dict[str, Fa
     return checks, tensors
 
 
-def header_faults(folder: Path, plan: Plan) -> Faults:
-    """Every header must say what the plan says: names, dtypes, shapes and byte ranges."""
-    faults = []
+def header_faults(folder: Path, plan: Plan) -> dict[str, Faults]:
+    """Faults by file: each header must say what the plan says: names, dtypes, shapes and byte ranges."""
+    faults: dict[str, Faults] = {}
     by_file = plan.by_file()
     for file in plan.files:
+        planned = {output.name: _entry(output) for output in by_file[file.name]}
         try:
             found = {entry.name: entry for entry in read_entries(folder, file.name)}
         except (NogatherError, OSError) as error:
-            faults.append(str(error))
+            faults[file.name] = [str(error)]
             continue
-        planned = {output.name: _entry(output) for output in by_file[file.name]}
         wrong = sorted(name for name in planned.keys() | found.keys() if planned.get(name) != found.get(name))
-        faults += [f"{file.name}: {name} is not stored as planned" for name in wrong]
+        if wrong:
+            faults[file.name] = [f"{name} is not stored as planned" for name in wrong]
     return faults
 
 
