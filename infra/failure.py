@@ -45,8 +45,16 @@ def read_failures(folder: Path) -> list[RankFailure]:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The one that happened first. Pure."""
-    return min(failures, key=lambda failure: (failure.time, failure.rank), default=None)
+    """The one that happened first. Pure.
+
+    Ranks that agree on an error all raise it at about the same time: of these, the one with the longest traceback,
+    which shows the cause.
+    """
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: (failure.time, failure.rank))
+    agreed = [failure for failure in failures if (failure.type, failure.message) == (first.type, first.message)]
+    return max(agreed, key=lambda failure: len(failure.traceback))
 
 
 def find_failure(folder: Path, record: ExitRecord) -> RankFailure | None:

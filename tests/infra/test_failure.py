@@ -36,6 +36,16 @@ def test_first_failure_is_the_earliest():
     assert first_failure([]) is None
 
 
+def test_agreed_error_is_taken_from_the_rank_with_the_cause():
+    text = "export failed on rank 1: disk full"
+    failures = [
+        RankFailure(rank, text, type="RankError", traceback="RankError", time=rank, kind="internal")
+        for rank in range(3)
+    ]
+    failures[1] = RankFailure(1, text, type="RankError", traceback="OSError ... direct cause ... RankError", time=1)
+    assert first_failure(failures) == failures[1]
+
+
 def test_unreadable_error_files_are_left_out(tmp_path):
     write_failure(tmp_path, 0, 10)
     (tmp_path / "error-1.json").write_text('{"rank": 1')
