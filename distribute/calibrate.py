@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from distribute.dataset import Samples, batches, read_samples
+from distribute.errors import SourceError
 from distribute.job import Job, Progress
 from distribute.layers import QUANTIZE, decide
 from distribute.layerwise import LayerwiseModel
+from distribute.modules import Modules
 from distribute.observe import Observation, merge_ranks, observe
 from distribute.ranks import Ranks
 from distribute.recipe import make_recipe
@@ -39,19 +41,45 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
     weights = [f"{module}.weight" for module in quantized]
     weight_absmax = scan(checkpoint, weights, ranks, workspace=folder, progress=progress)
-    report: dict[str, Any] = {"warnings": list(checkpoint.warnings), "samples": 0, "tokens": 0}
+    report: dict[str, Any] = {"samples": 0, "tokens": 0}
+    warnings: list[str] = list(checkpoint.warnings)
     observation: Observation | None = None
     if samples is not None:
-        observation, warnings = _observe(job, checkpoint, samples, quantized, ranks, progress)
-        report |= samples.report | {"warnings": [*checkpoint.warnings, *samples.report["warnings"], *warnings]}
+        observation, more = _observe(job, checkpoint, samples, quantized, ranks, progress)
+        report |= samples.report
+        warnings += [*samples.report["warnings"], *more]
+    else:
+        with ranks.together("structure"):
+            if ranks.is_first:
+                warnings += check_structure(checkpoint, quantized, job.options["trust_remote_code"])
     with ranks.together("write"):
         if ranks.is_first:
             if observation is not None:
                 report |= {"tokens_per_expert": observation.tokens_per_expert}
-                report["warnings"] += dead_experts(observation.tokens_per_expert)
+                warnings += dead_experts(observation.tokens_per_expert)
+            report |= {"warnings": warnings}
             inputs = observation.input_absmax if observation is not None else {}
             Statistics(weight_absmax, inputs, report).write(folder)
-    return {key: report[key] for key in ("samples", "tokens", "warnings")}
+    return {"samples": report["samples"], "tokens": report["tokens"], "warnings": warnings}
+
+
+def check_structure(checkpoint: Checkpoint, quantized: list[str], trust_remote_code: bool) -> list[str]:
+    """Compare names with the model that transformers would build, without its weights; returns warnings. Rank 0.
+
+    Raises:
+        SourceError: something that should be quantized is no linear layer there.
+    """
+    try:
+        modules = Modules(checkpoint, device="meta", trust_remote_code=trust_remote_code)
+    except SourceError as error:
+        return [f"what is a linear layer was decided by names alone: {error}"]
+    foreign = sorted(set(quantized) - {projection.module for projection in modules.projections})
+    if foreign:
+        raise SourceError(
+            f"{len(foreign)} modules look like linear layers by name but are none in this model, "
+            f"for example {', '.join(foreign[:5])}; add them to the recipe's ignore list"
+        )
+    return []
 
 
 def dead_experts(tokens_per_expert: dict[str, list[int]]) -> list[str]:

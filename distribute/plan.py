@@ -15,7 +15,7 @@ from typing import Any
 
 from distribute.dialects.spec import Dialect, implied_modules
 from distribute.dialects.table import DIALECTS
-from distribute.errors import SourceError
+from distribute.errors import RecipeError, SourceError
 from distribute.job import read_json, write_json
 from distribute.layers import QUANTIZE, Decision, decide, natural_key
 from distribute.recipe import Recipe
@@ -129,6 +129,12 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
     checkpoint.refuse_quantized()
     decisions = decide(checkpoint, recipe)
     dropped = checkpoint.tied_copies()
+    for name in dropped:
+        if decisions[name.removesuffix(".weight")].action == QUANTIZE:
+            raise RecipeError(
+                f"the recipe includes {name}, which is tied to the embedding and cannot be quantized alone; "
+                "take it out of include, or untie it (tie_word_embeddings: false in config.json)"
+            )
     dialect = DIALECTS[recipe.dialect]
     model_dtype = find_model_dtype(checkpoint, decisions)
     parts = [

@@ -27,6 +27,8 @@ from distribute.tensors import DTYPES, read_entry, to_bytes
 from distribute.work import Piece, cut, share
 
 Faults = list[str]
+#: Bytes compared at once: their fp32 copies stay in a core's cache.
+COMPARED_BYTES = 1 << 19
 #: Three mantissa bits keep about 31 dB whatever the weights are; less than this means a wrong scale or wrong rows.
 MIN_SQNR_DB = 15.0
 
@@ -136,7 +138,7 @@ def _cut(output: Output) -> list[Piece]:
     size = output.end - output.begin
     if output.codec == VALUE:
         return [Piece(output.name, None, size)]
-    return list(cut(output.name, output.shape, size, piece_bytes=8 << 20))  # decoded values are fp32
+    return list(cut(output.name, output.shape, size, piece_bytes=COMPARED_BYTES))
 
 
 def _entry(output: Output) -> TensorEntry:

@@ -4,6 +4,7 @@ No Prefect, no network, no secret. A failing rank leaves `error-<r>.json`; rank 
 """
 
 import logging
+import os
 import resource
 import sys
 import time
@@ -23,10 +24,9 @@ def main(argv: list[str]) -> int:
     """Run one stage of one job on this rank; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     job = Job.read(Path(argv[1]))
-    rank = 0
+    rank = int(os.environ.get("RANK", 0))  # known even when joining the others fails
     try:
         with Ranks.start() as ranks:
-            rank = ranks.rank
             run_stage(job, ranks)
     except Exception as error:  # the border: whatever it is goes into the error file
         _write_error(Path(job.folder), rank, error)
