@@ -145,9 +145,7 @@ class FolderTarget:
             copy.flush()
             os.fsync(copy.fileno())
         if digest.hexdigest() != file.sha256:
-            raise StageError(
-                f"{file.path} changed since it was written (sha256 differs); run the export again"
-            )
+            raise StageError(f"{file.path} changed since it was written (sha256 differs); run the export again")
 
     def _carry_over(self, new: set[str]) -> None:
         """Copy the owner's own files (a README, notes) from the folder that is about to be replaced."""
@@ -196,9 +194,7 @@ def read_receipt(path: Path) -> dict[str, Any] | None:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(
-        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or p.is_file()
-    )
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or p.is_file())
 
 
 def _sha256(path: Path) -> str:

@@ -14,25 +14,17 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.lfs import post_lfs_batch_info
+from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 from pydantic import SecretStr
 
 from distribute.errors import StageError, TargetError
-from infra.hub_client import (
-    ATTEMPTS,
-    CLIENT_ERRORS,
-    HubCalls,
-    is_xet_used,
-    no_bars,
-    status_of,
-    wait_out,
-    wait_s,
-)
+from infra.hub_client import ATTEMPTS, CLIENT_ERRORS, HubCalls, is_xet_used, no_bars, status_of
 from infra.release import LocalFile, is_weight, stale_names
 
 MAX_FILE_BYTES = 50_000_000_000  # Hub documentation, "Repository limitations and recommendations"
 MAX_FILES_PER_FOLDER = 10_000
 _ASKED_AT_ONCE = 256
+_PREFLIGHT_ATTEMPTS = 3
 _IGNORE_NOTHING = "# the owner's .gitignore does not apply to a checkpoint\n"
 
 
@@ -54,7 +46,8 @@ class HubTarget:
         self.repo, self.revision, self.private = repo, revision, private
         plain = token.get_secret_value() if token else None
         self._api = HfApi(endpoint=endpoint, token=plain, library_name="nogather")
-        self._calls = HubCalls(self.address, secrets=[plain] if plain else [])
+        self._secrets = [plain] if plain else []
+        self._calls = HubCalls(self.address, secrets=self._secrets)
         self._additions: dict[str, CommitOperationAdd] = {}
         self._parent: str | None = None
         self._revision: str | None = None
@@ -67,21 +60,11 @@ class HubTarget:
         return f"hf://{self.repo}" + ("" if self.revision == "main" else f"@{self.revision}")
 
     def preflight(self) -> str:
-        api = self._api
-        name = self._calls.retried("whoami", api.whoami)["name"]
-        found = "exists"
-        if not self._calls.retried("repo_info", api.repo_exists, self.repo):
-            self._calls.retried(
-                "create_repo", api.create_repo, self.repo, private=self.private, exist_ok=True
-            )
-            found = f"created, {'private' if self.private else 'public'}"
-        self._calls.retried("auth_check", api.auth_check, self.repo, write=True)
-        if not self._calls.retried("repo_info", api.revision_exists, self.repo, self.revision):
-            self._calls.retried(
-                "create_branch", api.create_branch, self.repo, branch=self.revision, exist_ok=True
-            )
-            found += f", branch {self.revision} created"
-        return f"{self.address}: writable by {name}, {found}"
+        calls = HubCalls(self.address, secrets=self._secrets, attempts=_PREFLIGHT_ATTEMPTS)
+        try:
+            return self._look(calls.retried)
+        except StageError as error:
+            raise TargetError(str(error)) from None
 
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         _check_limits(files)
@@ -104,9 +87,7 @@ class HubTarget:
     def commit(self, files: Sequence[LocalFile]) -> str | None:
         new = {file.name for file in files}
         stale = stale_names(self._names(self._parent), new, None)
-        additions = [
-            self._additions.get(file.name) or CommitOperationAdd(file.name, file.path) for file in files
-        ]
+        additions = [self._additions.get(file.name) or CommitOperationAdd(file.name, file.path) for file in files]
         deletions = [CommitOperationDelete(name, is_folder=False) for name in stale]
         with no_bars():
             self._calls.retried("preupload", self._preupload, additions)
@@ -136,7 +117,7 @@ class HubTarget:
 
     def _commit_once(self, operations: list[Any], files: Sequence[LocalFile], stale: Sequence[str]) -> str:
         """Commit, and try again after a passing failure, but never when the commit turns out to be there."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._api.create_commit(
                     self.repo,
@@ -147,10 +128,8 @@ class HubTarget:
                 ).oid
             except CLIENT_ERRORS as error:
                 # 412: the parent is no longer the head, perhaps by our own commit whose answer was lost.
-                wait = 0.0 if status_of(error) == 412 else wait_s(error, attempt)
-                if wait is None:
-                    raise self._calls.explain(error, "create_commit") from None
-                wait_out("create_commit", wait, attempt, error)
+                if status_of(error) != 412:
+                    self._calls.wait_or_raise(error, "create_commit", attempt)
             head = self._head()
             if head != self._parent:
                 return self._own_commit(head, files, stale)
@@ -166,6 +145,20 @@ class HubTarget:
         )
 
     # ---- parts
+
+    def _look(self, ask: Callable[..., Any]) -> str:
+        """Log in, and make the repository and the branch when they are not there."""
+        api = self._api
+        name = ask("whoami", api.whoami)["name"]
+        found = "exists"
+        if not ask("repo_info", api.repo_exists, self.repo):
+            ask("create_repo", api.create_repo, self.repo, private=self.private, exist_ok=True)
+            found = f"created, {'private' if self.private else 'public'}"
+        ask("auth_check", api.auth_check, self.repo, write=True)
+        if not ask("repo_info", api.revision_exists, self.repo, self.revision):
+            ask("create_branch", api.create_branch, self.repo, branch=self.revision, exist_ok=True)
+            found += f", branch {self.revision} created"
+        return f"{self.address}: writable by {name}, {found}"
 
     def _preupload(self, additions: list[CommitOperationAdd]) -> None:
         self._api.preupload_lfs_files(
@@ -191,13 +184,10 @@ class HubTarget:
         found: dict[str, RepoFile] = {}
         for start in range(0, len(files), _ASKED_AT_ONCE):
             names = [file.name for file in files[start : start + _ASKED_AT_ONCE]]
-            entries = self._calls.retried(
-                "paths_info", self._api.get_paths_info, self.repo, names, revision=revision
-            )
+            entries = self._calls.retried("paths_info", self._api.get_paths_info, self.repo, names, revision=revision)
             found.update({entry.path: entry for entry in entries if isinstance(entry, RepoFile)})
         return {
-            file.name: info if (info := found.get(file.name)) and _is_same(info, file) else None
-            for file in files
+            file.name: info if (info := found.get(file.name)) and _is_same(info, file) else None for file in files
         }
 
     def _stored(self, files: Sequence[LocalFile]) -> set[str]:
@@ -207,21 +197,24 @@ class HubTarget:
         """
         if not files or is_xet_used():
             return set()
-        infos = {file.name: CommitOperationAdd(file.name, file.path).upload_info for file in files}
-        for file in files:
-            infos[file.name].sha256 = bytes.fromhex(file.sha256)
-        answers, _, _ = self._calls.retried(
-            "lfs_batch",
-            post_lfs_batch_info,
-            upload_infos=list(infos.values()),
-            token=self._api.token,
-            repo_type="model",
-            repo_id=self.repo,
-            revision=self.revision,
-            endpoint=self._api.endpoint,
-        )
-        there = {answer["oid"] for answer in answers if not answer.get("actions") and not answer.get("error")}
+        there: set[str] = set()
+        for start in range(0, len(files), _ASKED_AT_ONCE):
+            answers, _, _ = self._calls.retried(
+                "lfs_batch",
+                post_lfs_batch_info,
+                upload_infos=[_upload_info(file) for file in files[start : start + _ASKED_AT_ONCE]],
+                token=self._api.token,
+                repo_type="model",
+                repo_id=self.repo,
+                revision=self.revision,
+                endpoint=self._api.endpoint,
+            )
+            there |= {answer["oid"] for answer in answers if not answer.get("actions")}
         return {file.name for file in files if file.sha256 in there}
+
+
+def _upload_info(file: LocalFile) -> UploadInfo:
+    return UploadInfo(size=file.size, sample=b"", sha256=bytes.fromhex(file.sha256))
 
 
 def _check_limits(files: Sequence[LocalFile]) -> None:

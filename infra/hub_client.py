@@ -42,21 +42,29 @@ _REASONS = {
 class HubCalls:
     """Calls on behalf of one address."""
 
-    def __init__(self, address: str, *, secrets: list[str]):
-        self._address, self._secrets = address, secrets
+    def __init__(self, address: str, *, secrets: list[str], attempts: int = ATTEMPTS):
+        self._address, self._secrets, self._attempts = address, secrets, attempts
 
     def retried(self, doing: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Call the client; wait out rate limits and server failures, explain everything else."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(1, self._attempts + 1):
             try:
                 return function(*args, **kwargs)
             except CLIENT_ERRORS as error:
-                wait = wait_s(error, attempt)
-                if wait is None:
-                    # `from None`: the original's text may hold what `scrub` took out.
-                    raise self.explain(error, doing) from None
-                wait_out(doing, wait, attempt, error)
+                self.wait_or_raise(error, doing, attempt)
         raise AssertionError("the last attempt raises")
+
+    def wait_or_raise(self, error: Exception, doing: str, attempt: int) -> None:
+        """Sleep when another attempt makes sense after `attempt` (from 1); otherwise raise the explained error."""
+        wait = wait_s(error, attempt) if attempt < self._attempts else None
+        if wait is None:
+            # `from None`: the original's text may hold what `scrub` took out.
+            raise self.explain(error, doing) from None
+        _log.warning(
+            "the Hub answered %s to %s; attempt %d of %d in %.0f s",
+            status_of(error) or type(error).__name__, doing, attempt + 1, self._attempts, wait,
+        )  # fmt: skip
+        time.sleep(wait)
 
     def explain(self, error: Exception, doing: str) -> NogatherError:
         status = status_of(error)
@@ -83,16 +91,16 @@ def status_of(error: BaseException) -> int | None:
 
 
 def wait_s(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait before another attempt; None when it would be pointless or was the last."""
+    """Seconds to wait after the failure of `attempt` (from 1); None when another would be pointless."""
     response = _response(error)
     passing = (
         response.status_code in (408, 429) or response.status_code >= 500
         if response is not None
         else isinstance(error, (HTTPError, ConnectionError, TimeoutError))
     )
-    if not passing or attempt + 1 >= ATTEMPTS:
+    if not passing:
         return None
-    wait = min(2.0**attempt, 60.0)
+    wait = min(2.0 ** (attempt - 1), 60.0)
     if response is not None:
         limit = parse_ratelimit_headers(response.headers)
         after = response.headers.get("Retry-After", "")
@@ -101,14 +109,6 @@ def wait_s(error: Exception, attempt: int) -> float | None:
         elif limit is not None and limit.remaining == 0:
             wait = float(limit.reset_in_seconds)
     return wait if wait <= _LONGEST_WAIT_S else None
-
-
-def wait_out(doing: str, seconds: float, attempt: int, error: Exception) -> None:
-    _log.warning(
-        "the Hub answered %s to %s; attempt %d of %d in %.0f s",
-        status_of(error) or type(error).__name__, doing, attempt + 2, ATTEMPTS, seconds,
-    )  # fmt: skip
-    time.sleep(seconds)
 
 
 @contextmanager

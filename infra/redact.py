@@ -1,7 +1,8 @@
 """Take secrets out of text that a server or a client library produced.
 
 Servers echo headers, clients put URLs into exception texts: nothing of that kind is shown or logged before it
-went through `scrub`; log handlers get a `SecretFilter`. Known secrets are replaced by value, the usual shapes of tokens by pattern.
+went through `scrub`; log handlers get a `SecretFilter`. Known secrets are replaced by value, the usual shapes of
+tokens by pattern.
 """
 
 import logging

@@ -42,9 +42,7 @@ def check_files(files: Iterable[LocalFile]) -> list[LocalFile]:
     checked: dict[str, LocalFile] = {}
     for file in files:
         if not is_safe_name(file.name):
-            raise TargetError(
-                f"file name {file.name!r} cannot be published: use a relative path without '..'"
-            )
+            raise TargetError(f"file name {file.name!r} cannot be published: use a relative path without '..'")
         if file.name == RECEIPT:
             raise TargetError(f"a file named {RECEIPT} cannot be published: the name is kept for the receipt")
         if file.name in checked:
@@ -92,9 +90,7 @@ def is_visible(name: str) -> bool:
 def stale_names(present: Iterable[str], new: Collection[str], earlier: Mapping[str, Any] | None) -> list[str]:
     """Names in `present` but not `new` that an older export left: in its receipt `earlier`, or owned by pattern."""
     old = set(receipt_names(earlier))
-    return sorted(
-        name for name in present if name not in new and name != RECEIPT and (name in old or is_owned(name))
-    )
+    return sorted(name for name in present if name not in new and name != RECEIPT and (name in old or is_owned(name)))
 
 
 def receipt_names(receipt: Mapping[str, Any] | None) -> list[str]:

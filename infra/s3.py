@@ -38,9 +38,7 @@ class S3Target:
         token: SecretStr | None = None,
     ):
         self.overwrite = overwrite
-        self._objects = S3Prefix(
-            bucket, prefix, endpoint_url=endpoint_url, key=key, secret=secret, token=token
-        )
+        self._objects = S3Prefix(bucket, prefix, endpoint_url=endpoint_url, key=key, secret=secret, token=token)
         self._etags: dict[str, str] = {}
         self._present: set[str] = set()
         self._hide: list[str] = []
@@ -54,16 +52,10 @@ class S3Target:
         return f"s3://{self._objects.bucket}/{self._objects.prefix}"
 
     def preflight(self) -> str:
-        self._objects.call("head_bucket")
-        names = self._objects.names()
-        earlier = self._read_receipt(names)
-        if not earlier and not self.overwrite:
-            self._refuse_foreign(names)
-        probe = f".nogather-probe-{secrets.token_hex(8)}"
-        self._objects.put_bytes(probe, b"")
-        self._objects.call("delete_object", probe)
-        found = "holds an earlier export, which will be replaced" if earlier else f"{len(names)} objects"
-        return f"{self.address}: writable, {found}"
+        try:
+            return self._look()
+        except StageError as error:
+            raise TargetError(str(error)) from None
 
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         for file in files:
@@ -102,6 +94,19 @@ class S3Target:
         """Nothing to do: an unfinished object was aborted where it failed, finished ones serve a resume."""
 
     # ---- parts
+
+    def _look(self) -> str:
+        """Read what is there and write a probe: only a real attempt tells what the credentials may do."""
+        self._objects.call("head_bucket")
+        names = self._objects.names()
+        earlier = self._read_receipt(names)
+        if not earlier and not self.overwrite:
+            self._refuse_foreign(names)
+        probe = f".nogather-probe-{secrets.token_hex(8)}"
+        self._objects.put_bytes(probe, b"")
+        self._objects.call("delete_object", probe)
+        found = "holds an earlier export, which will be replaced" if earlier else f"{len(names)} objects"
+        return f"{self.address}: writable, {found}"
 
     def _read_receipt(self, names: Collection[str]) -> dict[str, Any] | None:
         if RECEIPT not in names:

@@ -39,6 +39,9 @@ _IN_FLIGHT_BYTES = 128 * MIB
 #: Metadata key under which every object carries the sha256 of its file.
 DIGEST = "nogather-sha256"
 
+#: What s3fs and botocore raise; ValueError is an endpoint that is no URL.
+_CLIENT_ERRORS = (OSError, BotoCoreError, ClientError, ValueError)
+
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _REASONS = {
     **dict.fromkeys(("401", "403", "AccessDenied", "AllAccessDisabled", "AccountProblem"),
@@ -97,9 +100,9 @@ class S3Prefix:
         """One S3 operation on the bucket, or on the object `name`; the client retries what may be retried."""
         try:
             return self._fs.call_s3(method, **self._located(name), **parameters)
-        except (OSError, BotoCoreError, ClientError) as error:
+        except _CLIENT_ERRORS as error:
             # `from None`: the original's text may hold what `scrub` took out.
-            raise self._explain(error, f"{method} on {self.bucket}/{self.key(name or '')}") from None
+            raise self._explain(error, f"{method} on {self._shown(name)}") from None
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -108,7 +111,7 @@ class S3Prefix:
         """The object's size, ETag and metadata as they are now; None when there is none."""
         try:
             return self._fs.call_s3("head_object", **self._located(name))
-        except (OSError, BotoCoreError, ClientError) as error:
+        except _CLIENT_ERRORS as error:
             if _code(error) in _ABSENT:
                 return None
             raise self._explain(error, f"head_object on {self.bucket}/{self.key(name)}") from None
@@ -127,7 +130,10 @@ class S3Prefix:
         """A small object's content, None when there is none."""
         if self.head(name) is None:
             return None
-        return self._fs.cat_file(f"{self.bucket}/{self.key(name)}")
+        try:
+            return self._fs.cat_file(f"{self.bucket}/{self.key(name)}")
+        except _CLIENT_ERRORS as error:
+            raise self._explain(error, f"get_object on {self.bucket}/{self.key(name)}") from None
 
     def put_bytes(self, name: str, content: bytes, *, sha256: str | None = None) -> str:
         """Returns the ETag the object must have."""
@@ -176,9 +182,7 @@ class S3Prefix:
         try:
             etags, digests = self._send_parts(file, part_size, upload, flying, on_progress)
             parts = [{"PartNumber": n, "ETag": etag} for n, etag in enumerate(etags, 1)]
-            self.call(
-                "complete_multipart_upload", file.name, UploadId=upload, MultipartUpload={"Parts": parts}
-            )
+            self.call("complete_multipart_upload", file.name, UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException:
             # Also on Ctrl-C and cancel: parts that stay are billed and no listing shows them.
             for future, _ in flying:
@@ -205,7 +209,7 @@ class S3Prefix:
             future, size = flying[0]
             try:
                 etags.append(future.result()["ETag"])
-            except (OSError, BotoCoreError, ClientError) as error:
+            except _CLIENT_ERRORS as error:
                 raise self._explain(error, f"upload_part on {self.bucket}/{self.key(file.name)}") from None
             flying.popleft()
             on_progress(file.name, size)
@@ -235,6 +239,9 @@ class S3Prefix:
             self.call("abort_multipart_upload", name, UploadId=upload)
         except (TargetError, StageError) as error:
             _log.warning("an unfinished upload of %s stays: %s", self.key(name), error)
+
+    def _shown(self, name: str | None) -> str:
+        return self.bucket if name is None else f"{self.bucket}/{self.key(name)}"
 
     def _located(self, name: str | None) -> dict[str, str]:
         return {"Bucket": self.bucket} if name is None else {"Bucket": self.bucket, "Key": self.key(name)}

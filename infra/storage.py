@@ -55,9 +55,7 @@ class Target(Protocol):
         """After a failure or cancel: drop what only this attempt holds. Sent files stay for a resume."""
 
 
-def publish(
-    target: Target, files: Sequence[LocalFile], *, on_progress: Callable[[str, int], None]
-) -> dict[str, Any]:
+def publish(target: Target, files: Sequence[LocalFile], *, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
     """Publish exactly `files`; files the target already holds with the same content are not sent again.
 
     Returns the receipt, JSON-able: `address`, `revision`, `files` (name, size, sha256, remote),
@@ -145,12 +143,18 @@ def _open_s3(rest: str, *, overwrite: bool, endpoint_url: str | None) -> S3Targe
     if not prefix:
         raise TargetError(f"s3://{bucket} has no prefix; add one, as in s3://{bucket}/my-model")
     if any(part in ("", ".", "..") for part in prefix.split("/")) or not prefix.isprintable():
-        raise TargetError(
-            f"s3://{bucket}/{prefix!r} has an empty, '.' or '..' part; the form is s3://bucket/prefix"
-        )
-    if endpoint_url and "@" in urlsplit(endpoint_url).netloc:
-        raise TargetError("endpoint_url contains credentials; pass them by environment or a Prefect block")
+        raise TargetError(f"s3://{bucket}/{prefix!r} has an empty, '.' or '..' part; the form is s3://bucket/prefix")
+    if endpoint_url:
+        _check_endpoint(endpoint_url)
     return S3Target(bucket, prefix, overwrite=overwrite, endpoint_url=endpoint_url)
+
+
+def _check_endpoint(url: str) -> None:
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        raise TargetError("endpoint_url contains credentials; pass them by environment or a Prefect block")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TargetError(f"endpoint_url {url!r} is no URL; the form is https://host:port")
 
 
 def _open_hub(rest: str, *, private: bool) -> HubTarget:
@@ -159,7 +163,5 @@ def _open_hub(rest: str, *, private: bool) -> HubTarget:
     if not re.fullmatch(rf"{name}/{name}", repo) or "--" in repo or ".." in repo:
         raise TargetError(f"hf://{rest} is not a model repository; the form is hf://org/name[@revision]")
     if at and not re.fullmatch(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]*", revision):
-        raise TargetError(
-            f"hf://{rest} has no valid revision after '@'; the form is hf://org/name[@revision]"
-        )
+        raise TargetError(f"hf://{rest} has no valid revision after '@'; the form is hf://org/name[@revision]")
     return HubTarget(repo, revision=revision or "main", private=private)

@@ -6,7 +6,6 @@ revision is kept. It emulates no Xet storage, no quotas, no rate limits of its o
 `fail(...)` plants faults and `requests` records every call, so tests can count and time them.
 """
 
-import base64
 import hashlib
 import itertools
 import json
@@ -21,37 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.hub_repos import Blobs, Repo, apply, described, is_lfs
+
 WRITER, READER = "hf_WriterPlantedTokenQ7x2LmZ", "hf_ReaderPlantedTokenT3n9VbK"
 SIGNATURE = "plantedsignature5e1d"  # in every upload address, as the real store has one
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of a revision. `lfs` is the sha256 of the blob when the file lies in the LFS store."""
-
-    size: int
-    blob: str
-    lfs: str | None = None
-
-
-@dataclass
-class Repo:
-    private: bool = False
-    branches: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    history: list[str] = field(default_factory=list)
-    added: list[list[str]] = field(default_factory=list)
-
-    def resolve(self, revision: str) -> str | None:
-        commit = self.branches.get(revision, revision)
-        return commit if commit in self.commits else None
-
-    def commit(self, branch: str, files: dict[str, Entry]) -> str:
-        oid = hashlib.sha1(f"{branch}{len(self.history)}{sorted(files)}".encode()).hexdigest()
-        self.commits[oid] = files
-        self.history.append(oid)
-        self.branches[branch] = oid
-        return oid
 
 
 @dataclass
@@ -87,7 +59,7 @@ class HubServer:
     """State and behaviour; `started(folder)` serves it. Blobs of at least `part_bytes` go in parts."""
 
     def __init__(self, folder: Path, *, part_bytes: int = 100_000):
-        self.folder, self.part_bytes = folder, part_bytes
+        self.part_bytes = part_bytes
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.on_blob: Callable[[int], None] = lambda count: None  # called before blob number `count` is stored
@@ -95,7 +67,7 @@ class HubServer:
         self._parts: dict[str, bytes] = {}
         self._count = itertools.count(1)
         self.lock = threading.RLock()
-        (folder / "blobs").mkdir(parents=True)
+        self.blobs = Blobs(folder / "blobs")
 
     @classmethod
     @contextmanager
@@ -135,32 +107,25 @@ class HubServer:
 
     def add_repo(self, repo: str, files: dict[str, bytes]) -> str:
         """A repository as somebody pushed it earlier."""
-        entries = {}
-        for name, content in files.items():
-            lfs = self._store(content) if _is_lfs(name) else None
-            entries[name] = Entry(len(content), _git_blob(content), lfs)
-            (self.folder / "blobs" / _git_blob(content)).write_bytes(content)
         self.repos[repo] = Repo()
-        return self.repos[repo].commit("main", entries)
+        return self.repos[repo].commit("main", {name: self.blobs.entry(name, c) for name, c in files.items()})
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         """Every file of a revision, read from the store."""
         found = self.repos[repo]
         commit = found.resolve(revision)
         assert commit is not None
-        return {name: self._content(entry) for name, entry in found.commits[commit].items()}
+        return {name: self.blobs.read(entry) for name, entry in found.commits[commit].items()}
 
     def called(self, method: str, path: str) -> list[Request]:
         return [r for r in self.requests if r.method == method and re.search(path, r.path)]
 
     # ---- behaviour
 
-    def answer(self, method: str, path: str, query: dict[str, list[str]], token: str, body: bytes) -> Reply:
+    def answer(self, method: str, path: str, token: str, body: bytes) -> Reply:
         """The reply to one request, faults included."""
         with self.lock:
-            fault = next(
-                (f for f in self._faults if f.times and f.method == method and f.path.search(path)), None
-            )
+            fault = next((f for f in self._faults if f.times and f.method == method and f.path.search(path)), None)
             if fault:
                 fault.times -= 1
         if fault and not fault.after:
@@ -168,12 +133,12 @@ class HubServer:
         if method == "PUT":
             return self._put(path, body)
         with self.lock:
-            reply = self._route(method, path, query, token, body)
+            reply = self._route(method, path, token, body)
         return Reply(fault.status, {"error": "answer lost"}, fault.headers) if fault else reply
 
-    def _route(self, method: str, path: str, query: dict[str, list[str]], token: str, body: bytes) -> Reply:
+    def _route(self, method: str, path: str, token: str, body: bytes) -> Reply:
         if path.startswith("/_cdn/"):
-            return Reply(200, (self.folder / "blobs" / path[6:]).read_bytes())
+            return Reply(200, (self.blobs.folder / path[6:]).read_bytes())
         if path.startswith("/_complete/"):
             return self._complete(json.loads(body))
         if token not in (WRITER, READER):
@@ -182,13 +147,14 @@ class HubServer:
             match = re.fullmatch(pattern, path)
             if verb == method and match:
                 groups = {name: unquote(value or "") for name, value in match.groupdict().items()}
-                if "repo" in groups and groups["repo"] not in self.repos:
-                    return not_found("RepoNotFound")
-                writes = action in (self._commit, self._preupload, self._batch, self._branch, self._check, self._create)
-                if writes and token == READER:
-                    return Reply(403, {"error": f"{token} may not write"})
-                return action(query=query, body=body, **groups)
+                return self._permitted(action, groups, token) or action(body=body, **groups)
         return Reply(404, {"error": f"no such route: {method} {path}"})
+
+    def _permitted(self, action: Callable[..., Reply], groups: dict[str, str], token: str) -> Reply | None:
+        if "repo" in groups and groups["repo"] not in self.repos:
+            return not_found("RepoNotFound")
+        writes = (self._commit, self._preupload, self._batch, self._branch, self._check, self._create)
+        return Reply(403, {"error": f"{token} may not write"}) if action in writes and token == READER else None
 
     def _routes(self) -> list[tuple[str, str, Callable[..., Reply]]]:
         repo, rev = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
@@ -235,7 +201,13 @@ class HubServer:
         if commit is None:
             return not_found("RevisionNotFound")
         siblings = [{"rfilename": name} for name in self.repos[repo].commits[commit]]
-        info = {"id": repo, "sha": commit, "private": self.repos[repo].private, "tags": [], "siblings": siblings}
+        info = {
+            "id": repo,
+            "sha": commit,
+            "private": self.repos[repo].private,
+            "tags": [],
+            "siblings": siblings,
+        }
         return Reply(200, info)
 
     def _preupload(self, *, repo: str, revision: str, body: bytes, **_: Any) -> Reply:
@@ -245,7 +217,7 @@ class HubServer:
         answers = []
         for file in json.loads(body)["files"]:
             entry = self.repos[repo].commits[commit].get(file["path"])
-            mode = "lfs" if _is_lfs(file["path"]) else "regular"
+            mode = "lfs" if is_lfs(file["path"]) else "regular"
             oid = {"oid": entry.lfs or entry.blob} if entry else {}
             answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, **oid})
         return Reply(200, {"files": answers})
@@ -254,7 +226,7 @@ class HubServer:
         objects = []
         for wanted in json.loads(body)["objects"]:
             oid, size = wanted["oid"], wanted["size"]
-            if (self.folder / "blobs" / oid).exists():
+            if self.blobs.has(oid):
                 objects.append({"oid": oid, "size": size})
                 continue
             store = f"{self.endpoint}/_store/{oid}"
@@ -275,7 +247,7 @@ class HubServer:
             if part == "0":
                 if hashlib.sha256(content).hexdigest() != oid:
                     return Reply(400, {"error": "content is not its oid"})
-                self._store(content)
+                self.blobs.add(content)
             else:
                 self._parts[f"{oid}/{part}"] = content
         return Reply(200, b"", {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
@@ -284,37 +256,26 @@ class HubServer:
         content = b"".join(self._parts[f"{wanted['oid']}/{part['partNumber']}"] for part in wanted["parts"])
         if hashlib.sha256(content).hexdigest() != wanted["oid"]:
             return Reply(400, {"error": "content is not its oid"})
-        self._store(content)
+        self.blobs.add(content)
         return Reply(200, {})
 
     def _verify(self, *, body: bytes, **_: Any) -> Reply:
         wanted = json.loads(body)
-        path = self.folder / "blobs" / wanted["oid"]
-        return Reply(200 if path.exists() and path.stat().st_size == wanted["size"] else 404, {})
+        return Reply(200 if self.blobs.has(wanted["oid"], wanted["size"]) else 404, {})
 
     def _commit(self, *, repo: str, revision: str, body: bytes, **_: Any) -> Reply:
-        lines = [json.loads(line) for line in body.splitlines() if line]
+        header, *operations = [json.loads(line) for line in body.splitlines() if line]
         found = self.repos[repo]
         head = found.branches.get(revision)
         if head is None:
             return not_found("RevisionNotFound")
-        if lines[0]["value"].get("parentCommit", head) != head:
+        if header["value"].get("parentCommit", head) != head:
             return Reply(412, {"error": "A commit has happened since. Please refresh and try again."})
-        files = dict(found.commits[head])
-        for line in lines[1:]:
-            value = line["value"]
-            if line["key"] == "file":
-                content = base64.b64decode(value["content"])
-                files[value["path"]] = Entry(len(content), _git_blob(content))
-                (self.folder / "blobs" / _git_blob(content)).write_bytes(content)
-            elif line["key"] == "lfsFile":
-                if not (self.folder / "blobs" / value["oid"]).exists():
-                    return Reply(400, {"error": f"LFS object {value['oid']} is not in the store"})
-                files[value["path"]] = Entry(value["size"], _git_blob(value["oid"].encode()), value["oid"])
-            elif files.pop(value["path"], None) is None:
-                return not_found("EntryNotFound")
+        try:
+            files = apply(operations, found.commits[head], self.blobs)
+        except KeyError as error:
+            return Reply(400, {"error": f"{error} is not there"})
         oid = found.commit(revision, files)
-        found.added.append([line["value"]["path"] for line in lines[1:] if line["key"] != "deletedFile"])
         return Reply(200, {"commitUrl": f"{self.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
 
     def _paths_info(self, *, repo: str, revision: str, body: bytes, **_: Any) -> Reply:
@@ -323,13 +284,13 @@ class HubServer:
             return not_found("RevisionNotFound")
         files = self.repos[repo].commits[commit]
         names = parse_qs(body.decode()).get("paths", [])
-        return Reply(200, [_described(name, files[name]) for name in names if name in files])
+        return Reply(200, [described(name, files[name]) for name in names if name in files])
 
     def _tree(self, *, repo: str, revision: str, **_: Any) -> Reply:
         commit = self.repos[repo].resolve(revision)
         if commit is None:
             return not_found("RevisionNotFound")
-        return Reply(200, [_described(name, entry) for name, entry in self.repos[repo].commits[commit].items()])
+        return Reply(200, [described(name, entry) for name, entry in self.repos[repo].commits[commit].items()])
 
     def _resolve(self, *, repo: str, revision: str, name: str, **_: Any) -> Reply:
         commit = self.repos[repo].resolve(revision)
@@ -340,44 +301,24 @@ class HubServer:
             return not_found("EntryNotFound")
         headers = {"X-Repo-Commit": commit, "ETag": f'"{entry.lfs or entry.blob}"'}
         if entry.lfs is None:
-            return Reply(200, self._content(entry), headers)
+            return Reply(200, self.blobs.read(entry), headers)
         # Another host name than the endpoint's: the client follows redirects on the same host by itself.
         store = {"Location": f"http://localhost:{self.port}/_cdn/{entry.lfs}"}
         linked = {"X-Linked-ETag": f'"{entry.lfs}"', "X-Linked-Size": str(entry.size)}
         return Reply(302, b"", headers | store | linked)
 
-    def _store(self, content: bytes) -> str:
-        oid = hashlib.sha256(content).hexdigest()
-        (self.folder / "blobs" / oid).write_bytes(content)
-        return oid
-
-    def _content(self, entry: Entry) -> bytes:
-        return (self.folder / "blobs" / (entry.lfs or entry.blob)).read_bytes()
-
-
-def _is_lfs(name: str) -> bool:
-    return name.endswith(".safetensors")
-
-
-def _git_blob(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def _described(name: str, entry: Entry) -> dict[str, Any]:
-    lfs = {"lfs": {"oid": entry.lfs, "size": entry.size, "pointerSize": 134}} if entry.lfs else {}
-    return {"type": "file", "oid": entry.blob, "size": entry.size, "path": name, **lfs}
-
 
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # header and body are two writes
 
         def _serve(self) -> None:
             start = time.monotonic()
             address = urlsplit(self.path)
             body = self._body()
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            reply = hub.answer(self.command, address.path, parse_qs(address.query), token, body)
+            reply = hub.answer(self.command, address.path, token, body)
             hub.requests.append(Request(self.command, address.path, reply.status, start))
             if reply.status == 0:
                 self.close_connection = True
@@ -403,7 +344,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.rfile.readline()
             return content
 
-        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815  names of http.server
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -130,7 +130,10 @@ def test_a_large_file_goes_in_parts_and_its_etag_is_checked(
 ) -> None:
     monkeypatch.setattr(s3_client, "plan_part_size", lambda size: 5 * MIB)
     content = hashlib.shake_256(b"large").digest(12 * MIB + 7)
-    files, progress = write_files(tmp_path / "c", {"model.safetensors": content, "config.json": b"{}"}), Progress()
+    files, progress = (
+        write_files(tmp_path / "c", {"model.safetensors": content, "config.json": b"{}"}),
+        Progress(),
+    )
     receipt = publish(open_target(remote.address), files, on_progress=progress)
     assert remote.read("model.safetensors") == content
     parts = [content[i : i + 5 * MIB] for i in range(0, len(content), 5 * MIB)]
@@ -141,9 +144,7 @@ def test_a_large_file_goes_in_parts_and_its_etag_is_checked(
     assert publish_to(remote.address, files)["uploaded_bytes"] == 0
 
 
-def test_a_second_run_sends_nothing(
-    remote: Remote, make_files: MakeFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_sends_nothing(remote: Remote, make_files: MakeFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     files = make_files()
     publish_to(remote.address, files)
     target = open_target(remote.address)
@@ -320,7 +321,10 @@ def test_a_missing_bucket_is_told_at_preflight(remote: Remote) -> None:
 
 
 def test_wrong_credentials_are_told_at_preflight_without_the_secret(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    remote: Remote,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", logger="infra")
     secret = "wrong-planted-secret-77aa"
@@ -351,14 +355,17 @@ def test_no_credentials_are_told_at_preflight(
         open_target(remote.address).preflight()
 
 
+def test_an_endpoint_without_a_server_is_told_at_preflight(remote: Remote) -> None:
+    with pytest.raises(TargetError, match=r"head_bucket on bucket \(no answer\)"):
+        open_target("s3://bucket/x", endpoint_url="http://127.0.0.1:9").preflight()
+
+
 def test_given_credentials_and_endpoint_need_no_environment(
     remote: Remote, seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch, make_files: MakeFiles
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name)
-    target = S3Target(
-        remote.bucket, "x", endpoint_url=seaweed.endpoint, key=SecretStr(KEY), secret=SecretStr(SECRET)
-    )
+    target = S3Target(remote.bucket, "x", endpoint_url=seaweed.endpoint, key=SecretStr(KEY), secret=SecretStr(SECRET))
     receipt = publish(target, make_files(), on_progress=Progress())
     assert SECRET not in json.dumps(receipt)
     assert receipt["address"] == f"s3://{remote.bucket}/x"

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def publish_to(address: Path | str, files: list[LocalFile], **options: bool) -> dict:
-    target = open_target(str(address), **options)
+def publish_to(address: Path, files: list[LocalFile], *, overwrite: bool = False) -> dict[str, Any]:
+    target = open_target(str(address), overwrite=overwrite)
     target.preflight()
     return publish(target, files, on_progress=Progress())
 
@@ -98,6 +99,12 @@ def test_an_endpoint_with_a_password_is_refused() -> None:
     assert "planted" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:9000", "ftp://host", "https://"])
+def test_an_endpoint_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(TargetError, match="is no URL"):
+        open_target("s3://bucket/a", endpoint_url=url)
+
+
 # ---- rules of a release
 
 
@@ -142,7 +149,10 @@ def test_only_what_an_export_owns_is_stale() -> None:
     present = ["README.md", "model-00003-of-00003.safetensors", "old.json", "sub/model.safetensors", RECEIPT]
     assert stale_names(present, set(), None) == ["model-00003-of-00003.safetensors"]
     earlier = {"files": [{"name": "old.json"}, {"name": "../outside"}, {"name": 7}, "x"]}
-    assert stale_names([*present, "../outside"], {"a"}, earlier) == ["model-00003-of-00003.safetensors", "old.json"]
+    assert stale_names([*present, "../outside"], {"a"}, earlier) == [
+        "model-00003-of-00003.safetensors",
+        "old.json",
+    ]
     assert receipt_names({"files": "nonsense"}) == []
 
 
@@ -244,7 +254,9 @@ def test_copies_of_a_killed_attempt_are_used_when_whole(tmp_path: Path, make_fil
     files = make_files(shards=3)
     contents = contents_of(files)
     whole, short = files[2].name, files[3].name
-    write_files(tmp_path / ".out.nogather-partial", {whole: contents[whole], short: contents[short][:-1], "left": b""})
+    write_files(
+        tmp_path / ".out.nogather-partial", {whole: contents[whole], short: contents[short][:-1], "left": b""}
+    )
     receipt = publish_to(tmp_path / "out", files)
     assert receipt["skipped"] == [whole]
     assert receipt["uploaded_bytes"] == sum(file.size for file in files if file.name != whole)
