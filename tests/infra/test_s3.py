@@ -20,7 +20,7 @@ from distribute.errors import StageError, TargetError
 from infra import s3_client
 from infra.release import RECEIPT, LocalFile
 from infra.s3 import S3Target
-from infra.s3_client import GIB, MAX_PARTS, MIB, plan_part_size
+from infra.s3_client import DIGEST, GIB, MAX_PARTS, MIB, plan_part_size
 from infra.storage import open_target, publish
 from tests.infra.conftest import MakeFiles, Progress, contents_of, write_files
 from tests.seaweed import KEY, SECRET, SeaweedFS
@@ -226,6 +226,20 @@ def test_another_clients_write_is_seen_at_once(remote: Remote, make_files: MakeF
     remote.write("config.json", b"{" + b" " * 999 + b"}")
     assert [file.name for file in target.plan(files)] == ["model.safetensors.index.json", "config.json"]
     with pytest.raises(StageError, match=r"config\.json has 1001 bytes"):
+        target.verify(files)
+
+
+def test_other_bytes_under_the_right_size_and_metadata_are_found(remote: Remote, make_files: MakeFiles) -> None:
+    files, target = make_files(), open_target(remote.address)
+    publish(target, files, on_progress=Progress())
+    damaged = files[2]
+    remote.client.put_object(
+        Bucket=remote.bucket,
+        Key=f"{remote.prefix}/{damaged.name}",
+        Body=bytes(damaged.size),
+        Metadata={DIGEST: damaged.sha256},
+    )
+    with pytest.raises(StageError, match=f"{damaged.name} has {damaged.size} bytes and ETag"):
         target.verify(files)
 
 
