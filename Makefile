@@ -45,5 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install --quiet -c constraints.txt --editable . --group dev
+	$(PIP) install --quiet -c constraints.txt --editable '.[demo]' --group dev
 	@touch $(READY)
