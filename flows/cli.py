@@ -204,8 +204,10 @@ def _run_directly(parameters: Any) -> dict[str, Any]:
 def _run_with_prefect(parameters: Any) -> dict[str, Any]:
     prepare_prefect()
     from flows.quantize_model import quantize_model
+    from infra.guard import guarded
 
-    return quantize_model(parameters)
+    with guarded():  # the embedded server would survive a SIGKILL of this process
+        return quantize_model(parameters)
 
 
 def prepare_prefect() -> None:

@@ -13,9 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
-from distribute.errors import DataError, SourceError, UserError
+from distribute.errors import DataError, SourceError, StageError, UserError
 from distribute.passthrough import side_files
 from distribute.source import Checkpoint
 from infra.redact import scrub
@@ -47,7 +53,7 @@ def fetch_source(model: str, workspace: Path) -> Source:
         raise SourceError(
             f"{model} is neither an existing folder nor a Hub model like org/name or org/name@revision"
         )
-    with _hub_errors(f"model {model}", SourceError):
+    with _hub_errors(f"{model} is no folder here, and as a model on the Hub it", SourceError):
         commit = HfApi().model_info(found["repo"], revision=found["revision"]).sha
         folder = workspace / "sources" / found["repo"].replace("/", "--") / str(commit)
         log.info("fetch: %s at %s into %s", found["repo"], commit, folder)
@@ -65,7 +71,7 @@ def open_folder(folder: str) -> Source:
 
 
 def fetch_data(calib: str, workspace: Path) -> DataFile:
-    """The calibration text that `calib` means: a local file, or `hf://datasets/org/name[:split]` on the Hub.
+    """The calibration text that `calib` means: a local file or folder, or `hf://datasets/org/name[:split]` on the Hub.
 
     Of a Hub data set the first file of the split (train when none is named) is taken: calibration needs few texts.
 
@@ -74,7 +80,7 @@ def fetch_data(calib: str, workspace: Path) -> DataFile:
     """
     path = Path(calib).expanduser()
     if path.exists():
-        return _name_file(calib, path.resolve())
+        return _name_data(calib, path.resolve())
     found = _DATASET.fullmatch(calib)
     if found is None or path.suffix in DATA_SUFFIXES:
         raise DataError(
@@ -82,7 +88,7 @@ def fetch_data(calib: str, workspace: Path) -> DataFile:
             "nor a Hub data set like hf://datasets/org/name:split"
         )
     repo = found["repo"]
-    with _hub_errors(f"data set {repo}", DataError):
+    with _hub_errors(f"{calib} is no file here, and as a data set on the Hub it", DataError):
         info = HfApi().dataset_info(repo)
         name = choose_data_file(
             [sibling.rfilename for sibling in info.siblings or []], found["split"], repo=repo
@@ -90,7 +96,7 @@ def fetch_data(calib: str, workspace: Path) -> DataFile:
         folder = workspace / "data" / repo.replace("/", "--") / str(info.sha)
         log.info("fetch: %s of %s at %s", name, repo, info.sha)
         fetched = hf_hub_download(repo, name, repo_type="dataset", revision=info.sha, local_dir=folder)
-    return _name_file(calib, Path(fetched))
+    return _name_data(calib, Path(fetched))
 
 
 def choose_data_file(names: list[str], split: str | None, *, repo: str) -> str:
@@ -119,13 +125,20 @@ def _name_content(address: str, folder: Path) -> Source:
     return Source(address, folder, digest.hexdigest())
 
 
-def _name_file(address: str, path: Path) -> DataFile:
-    if not path.is_file():
-        raise DataError(f"calibration text {path} is not a file; give one file ({', '.join(DATA_SUFFIXES)})")
+def _name_data(address: str, path: Path) -> DataFile:
+    """A text file, or a folder of text files, by the bytes of all of them."""
     try:
-        if path.stat().st_size == 0:
-            raise DataError(f"calibration text {path} is empty")
-        return DataFile(address, path, sha256_of(path))
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        texts = [file for file in files if file.suffix in DATA_SUFFIXES]
+        if not sum(file.stat().st_size for file in texts):
+            what = (
+                "is empty" if texts else f"is no {', '.join(DATA_SUFFIXES)} file, nor a folder of such files"
+            )
+            raise DataError(f"calibration text {path} {what}")
+        if len(texts) == 1:
+            return DataFile(address, path, sha256_of(texts[0]))
+        listing = "".join(f"{file.name}\0{sha256_of(file)}\0" for file in texts)
+        return DataFile(address, path, hashlib.sha256(listing.encode()).hexdigest())
     except OSError as error:
         raise DataError(f"calibration text {path} cannot be read: {error.strerror}") from None
 
@@ -138,10 +151,16 @@ def _hub_errors(what: str, kind: type[UserError]) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         if status not in (401, 403, 404):
-            raise
+            raise StageError(f"{what} could not be fetched; try again later: {_one_line(error)}") from None
         raise kind(
-            f"{what} is not on the Hub or may not be read ({status}); check the name, "
+            f"{what} does not exist or may not be read ({status}); check the name, "
             "accept its licence on the Hub, or set HF_TOKEN"
         ) from None
     except (HFValidationError, OfflineModeIsEnabled) as error:
-        raise kind(f"{what} cannot be fetched: {scrub(' '.join(str(error).split()))}") from None
+        raise kind(f"{what} cannot be fetched: {_one_line(error)}") from None
+    except (HTTPError, LocalEntryNotFoundError) as error:
+        raise StageError(f"{what} could not be fetched; try again later: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return scrub(" ".join(str(error).split()))

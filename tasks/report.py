@@ -91,11 +91,11 @@ def make_markdown(summary: dict[str, Any], *, plan: dict[str, Any], worst: list[
     if summary["revision"]:
         published += f" at {summary['revision']}"
     facts = [
-        {"": "source", " ": f"{summary['model']}, {format_size(summary['source_bytes'])}"},
-        {"": "checkpoint", " ": f"{summary['checkpoint']}, {format_size(summary['bytes'])}"},
-        {"": "size against source", " ": f"{summary['ratio']:.1%}"},
-        {"": "published", " ": published},
-        {"": "calibration text", " ": summary["calibration"] or "none needed"},
+        {"what": "source", "value": f"{summary['model']}, {format_size(summary['source_bytes'])}"},
+        {"what": "checkpoint", "value": f"{summary['checkpoint']}, {format_size(summary['bytes'])}"},
+        {"what": "size against source", "value": f"{summary['ratio']:.1%}"},
+        {"what": "published", "value": published},
+        {"what": "calibration text", "value": summary["calibration"] or "none needed"},
     ]
     parts = [
         f"# {summary['model']}: {recipe['preset']}, {recipe['dialect']}",
@@ -135,7 +135,7 @@ def _stage_row(stage: StageResult) -> dict[str, Any]:
 def _readable_stage(row: dict[str, Any]) -> dict[str, Any]:
     memory = ", ".join(format_size(value) for value in row["peak_memory_bytes"])
     why = "reused" if row["reused"] else f"built: {row['reason']}"
-    return {"stage": row["stage"], "seconds": row["seconds"], "peak memory of each rank": memory, "": why}
+    return {"stage": row["stage"], "seconds": row["seconds"], "peak memory of each rank": memory, "how": why}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -143,4 +143,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "none"
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
+
+
+def _escape(cell: str) -> str:
+    """Text that Markdown shows as it is: recipe patterns hold stars."""
+    return cell.replace("|", "\\|").replace("*", "\\*")

@@ -22,7 +22,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of calibration text. `digest` is the sha256 of its bytes."""
+    """A file of calibration text, or a folder of such files. `digest` names its bytes."""
 
     address: str  # as the user gave it
     path: Path
@@ -37,6 +37,7 @@ class Calibration:
     sequence_length: int = 512  # tokens
     batch_size: int = 8  # samples
     seed: int = 0
+    threads: int = 1  # of a CPU rank; always the same, so that sums are added in the same order
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,8 @@ def _result(step: Step, *, reused: bool, reason: str) -> StageResult:
 
 def _explain(step: Step, fault: str) -> str:
     """Why the stage is built: what is wrong with its folder, or what changed when there was none."""
+    if step.is_fresh:
+        return "never reused"
     was_tried = any(not path.name.startswith(".") for path in step.folder.iterdir())
     return fault if was_tried else explain_absence(step)
 

@@ -41,6 +41,7 @@ class Step:
     inputs: Mapping[str, Upstream] = field(default_factory=dict)  # artifact name -> where it is
     options: Mapping[str, Any] = field(default_factory=dict)  # those that change bytes
     data: DataFile | None = None
+    is_fresh: bool = False  # made anew in every run: the run is part of the key
 
     @cached_property
     def made_from(self) -> dict[str, Any]:
@@ -48,13 +49,14 @@ class Step:
         return {
             "stage": self.stage,
             "schema": SCHEMA[self.stage],
-            "source": self.run.source.revision,
-            "inputs": {name: upstream.key for name, upstream in self.inputs.items()},
             "recipe": self.run.recipe.model_dump(mode="json"),
-            "options": dict(self.options),
+            "source": self.run.source.revision,
             "data": self.data.digest if self.data else None,
-            "code": code_digest(),
+            "options": dict(self.options),
             "libraries": {name: version(name) for name in LIBRARIES},
+            "code": code_digest(),
+            "inputs": {name: upstream.key for name, upstream in self.inputs.items()},
+            "run": self.run.run_id if self.is_fresh else None,
         }
 
     @cached_property
@@ -84,11 +86,11 @@ def code_digest() -> str:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """One phrase for each value of `made_from` that differs, for example "recipe.preset: fp8 -> fp8_dynamic"."""
+    """One phrase for each value of `made_from` that differs, in its order: "recipe.preset: fp8 -> fp8_dynamic"."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
         name if _is_digest(old.get(name), new.get(name)) else f"{name}: {old.get(name)} -> {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
+        for name in (new | old)
         if old.get(name) != new.get(name)
     ]
 

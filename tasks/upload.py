@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from distribute.job import read_json, write_json
+from infra.release import RECEIPT
 from infra.storage import LocalFile, open_target, publish
 from tasks.export import CHECKPOINT, export_step
 from tasks.progress import State, tell
@@ -35,8 +36,9 @@ def upload(run: Run) -> dict[str, Any]:
 
 
 def upload_folder(run: Run, verified: StageResult) -> dict[str, Any]:
-    """Publish the folder that `verify_folder` found sound; otherwise as `upload`."""
-    return _publish(run, verified_files(verified.folder, run.source.folder))
+    """Publish the folder that `verify_folder` found sound, without the receipt of an earlier upload."""
+    files = verified_files(verified.folder, run.source.folder)
+    return _publish(run, [file for file in files if file.name != RECEIPT])
 
 
 def verified_files(verdict: Path, checkpoint: Path) -> list[LocalFile]:

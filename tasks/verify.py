@@ -30,4 +30,4 @@ def verify_folder(run: Run) -> StageResult:
 
     Never reused: whoever asks wants the files read now.
     """
-    return run_step(Step(run, "verify", options={"run": run.run_id}))
+    return run_step(Step(run, "verify", is_fresh=True))
