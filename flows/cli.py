@@ -1,4 +1,4 @@
-"""The command line: `nogather run | plan | verify | publish | inspect | demo-model | demo-text`.
+"""The command line: `nogather run | plan | verify | publish | inspect | demo | demo-model | demo-text`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 a stage or this program failed,
 2 the user has to change something, 130 Ctrl-C, 143 SIGTERM. Modules are imported by the commands that need
@@ -161,6 +161,30 @@ def inspect(folder: Folder, as_json: Json = False) -> None:
 
         facts = describe_checkpoint(Checkpoint.open(folder))
         _print(facts if as_json else checkpoint_text(facts))
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Folder of everything that the demo makes.")] = Path("nogather-demo"),
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")
+    ] = None,
+    direct: Annotated[bool, typer.Option("--direct", help="Run the same stages without Prefect.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize a small real model to FP8 and compare: size, an answer, perplexity. Takes a few minutes."""
+    with _errors_shown(as_json):
+        from rich.console import Console
+
+        from flows import demo as demonstration
+        from flows.display import shown
+
+        with shown():
+            made = demonstration.demo(folder, _run_directly if direct else _run_with_prefect, nproc=nproc)
+        if as_json:
+            _print(demonstration.as_json(made))
+        else:
+            demonstration.show(made, Console())
 
 
 @app.command("demo-model")

@@ -159,6 +159,4 @@ def _first_line(answer: str) -> str:
 def _check_packages() -> None:
     missing = [name for name in ("gguf", "compressed_tensors") if find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"the demo needs {' and '.join(missing)}; install them with: pip install 'nogather[demo]'"
-        )
+        raise UserError(f"the demo needs {' and '.join(missing)}; install them with: pip install 'nogather[demo]'")
