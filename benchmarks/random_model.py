@@ -29,8 +29,10 @@ def make_random_model(folder: Path, *, layers: int) -> Path:
     """Write a model of `layers` layers, one file a layer, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     outside: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN),
-    }  # fmt: skip
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
     parts = [outside, *(layer_shapes(layer) for layer in range(layers))]
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
@@ -50,6 +52,7 @@ def make_random_model(folder: Path, *, layers: int) -> Path:
 def _config(layers: int) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MLP,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "vocab_size": VOCAB, "max_position_embeddings": 4096, "tie_word_embeddings": False, "dtype": "bfloat16",
     }  # fmt: skip

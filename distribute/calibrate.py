@@ -5,6 +5,7 @@ run layer by layer, its batches shared among ranks. A batch is the unit of shari
 depend on the rank that runs it, so the statistics are equal bit for bit whatever the world size.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
     weights = [f"{module}.weight" for module in quantized]
     weight_absmax = scan(checkpoint, weights, ranks, workspace=folder, progress=progress)
-    report: dict[str, Any] = {"samples": 0, "tokens": 0}
+    report: dict[str, Any] = {"samples": 0, "tokens": 0, "observe_seconds": 0.0}
     warnings: list[str] = list(checkpoint.warnings)
     observation: Observation | None = None
     if samples is not None:
+        started = time.monotonic()
         observation, more = _observe(job, checkpoint, samples, quantized, ranks, progress)
-        report |= samples.report
+        report |= samples.report | {"observe_seconds": round(time.monotonic() - started, 3)}
         warnings += [*samples.report["warnings"], *more]
     else:
         with ranks.together("structure"):
@@ -60,7 +62,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             report |= {"warnings": warnings}
             inputs = observation.input_absmax if observation is not None else {}
             Statistics(weight_absmax, inputs, report).write(folder)
-    return {"samples": report["samples"], "tokens": report["tokens"], "warnings": warnings}
+    return {key: report[key] for key in ("samples", "tokens", "observe_seconds")} | {"warnings": warnings}
 
 
 def check_structure(checkpoint: Checkpoint, quantized: list[str], trust_remote_code: bool) -> list[str]:

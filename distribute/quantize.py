@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from distribute.dialects.spec import Group, ShareGroups
 from distribute.dialects.table import DIALECTS
-from distribute.errors import SourceError, StageError
+from distribute.errors import DataError, SourceError, StageError
 from distribute.job import Job, Progress, write_json
 from distribute.numerics.fp8 import CODECS
 from distribute.plan import Plan, make_plan
@@ -45,6 +45,11 @@ def _decide(job: Job, progress: Progress) -> dict[str, Any]:
     progress.start("quantize", len(plan.quantized), "tensors")
     values, fallbacks = scale_values(plan, statistics)
     progress.advance(len(plan.quantized))
+    if fallbacks and job.options.get("fail_on_unrouted_experts"):
+        raise DataError(
+            f"{len(fallbacks)} expert layers saw no calibration token, for example {next(iter(fallbacks))}; "
+            "give more or other calibration text, or allow the fallback (fail_on_unrouted_experts: false)"
+        )
     folder = Path(job.folder)
     save_file(values, folder / "plan.safetensors")
     write_json(folder / "fallbacks.json", fallbacks)
@@ -56,7 +61,9 @@ def _decide(job: Job, progress: Progress) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "files": len(plan.files),
         "experts_without_tokens": len(fallbacks),
-        "warnings": [*statistics.report["warnings"], *plan.warnings],
+        "warnings": list(
+            dict.fromkeys([*statistics.report["warnings"], *plan.warnings])
+        ),  # both looked at the source
     }
 
 
