@@ -7,13 +7,12 @@ those of a plain forward, bit for bit. The output head never runs. Knows no rank
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from distribute.decoder import RETURNS, Call, CannotSplitError, capture, layer_lists, owner_of
 from distribute.errors import SourceError
 from distribute.job import Progress
 from distribute.modules import Modules, Projection
@@ -21,18 +20,6 @@ from distribute.source import Checkpoint
 
 #: Called with the projections of the part that runs next; the batches run inside the context it returns.
 Around = Callable[[nn.Module, list[Projection]], AbstractContextManager[Any]]
-
-
-class CannotSplitError(Exception):
-    """The decoder is not a plain sequence of layers."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a layer gets besides the hidden states. Tensors are shared between layers, not copied."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class LayerwiseModel:
@@ -116,7 +103,7 @@ class LayerwiseModel:
     def _run_layers(
         self, batches: Sequence[Tensor], around: Around, progress: Progress | None
     ) -> list[Tensor]:
-        captured = [self._capture(batch.to(self._modules.device)) for batch in batches]
+        captured = [self._capture(batch) for batch in batches]
         hidden = [first for first, _ in captured]
         calls = [per_layer for _, per_layer in captured]
         for index, layer in enumerate(self._layers):
@@ -144,6 +131,9 @@ class LayerwiseModel:
                 _advance(progress, batch)
         return hidden
 
+    def _capture(self, batch: Tensor) -> tuple[Tensor, list[Call]]:
+        return capture(self._decoder, self._layers, batch.to(self._modules.device), returns=self._returns)
+
     def _inside(self) -> list[Projection]:
         path = self._layers_path if self.layerwise else self._decoder_path
         prefix = f"{path}." if path else ""
@@ -156,17 +146,17 @@ class LayerwiseModel:
     def _split(self) -> None:
         """Find the list of layers whose items a forward calls in sequence, and load all that is outside of it."""
         reasons = []
-        for path in _layer_lists(self.model):
+        for path in layer_lists(self.model):
             self._layers_path = path
             self._layers = list(self.model.get_submodule(path).children())
-            self._decoder_path = _owner(self.model, path)
+            self._decoder_path = owner_of(self.model, path)
             self._decoder = self.model.get_submodule(self._decoder_path)
             self._refuse_shared(path)
             self._load_outside()
-            for self._as_tuple in (False, True):  # what a layer returns, and its caller expects
+            for self._returns in RETURNS:
                 try:
                     with _computing(self._threads):
-                        self._capture(torch.zeros(1, 2, dtype=torch.int64, device=self._modules.device))
+                        self._capture(torch.zeros(1, 2, dtype=torch.int64))
                     return
                 except CannotSplitError as error:
                     reasons.append(str(error))
@@ -185,58 +175,9 @@ class LayerwiseModel:
         if shared:
             raise CannotSplitError(f"its layers share weights: {shared[0]}")
 
-    def _capture(self, input_ids: Tensor) -> tuple[Tensor, list[Call]]:
-        """First hidden states [n, len, hidden] and every layer's arguments, without running a layer."""
-        entry: list[Tensor] = []
-        calls: list[Call] = []
-
-        def stand_in(index: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-                if index != len(calls) or (entry and hidden is not entry[0]):
-                    raise CannotSplitError("it does more between its layers than hand on hidden states")
-                entry[:] = [hidden]
-                calls.append(Call(rest, kwargs))
-                return (hidden,) if self._as_tuple else hidden
-
-            return forward
-
-        for index, layer in enumerate(self._layers):
-            layer.forward = stand_in(index)
-        try:
-            output = self._decoder(input_ids=input_ids, use_cache=False)
-        except CannotSplitError:
-            raise
-        except Exception as error:
-            raise CannotSplitError(f"its forward needs what its layers return: {error}") from error
-        finally:
-            for layer in self._layers:
-                del layer.forward
-        if len(calls) != len(self._layers) or output[0].shape != entry[0].shape:
-            raise CannotSplitError("it does not call its layers in sequence")
-        return entry[0], calls
-
 
 def _path_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
-
-
-def _layer_lists(model: Any) -> list[str]:
-    """Paths, from the model, of the lists in its decoder that are as long as it has layers."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    inside = set(model.get_decoder().modules())
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and module in inside and len(module) == count
-    ]
-
-
-def _owner(model: nn.Module, path: str) -> str:
-    """Path of the innermost transformers model around a module: its forward calls the layers, and no head."""
-    while path and not isinstance(model.get_submodule(path), PreTrainedModel):
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _advance(progress: Progress | None, batch: Tensor) -> None:

@@ -68,6 +68,7 @@ class Modules:
 
     def whole(self) -> nn.Module:
         """The same model with all its weights, for architectures that cannot be run layer by layer."""
+        self.release([name for name, value in self.model.state_dict().items() if not value.is_meta])
         with _quiet():
             model: nn.Module = self._auto.from_pretrained(str(self.checkpoint.folder), **self._options)
         return model.to(self.device).eval()
