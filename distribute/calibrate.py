@@ -42,14 +42,16 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
     weights = [f"{module}.weight" for module in quantized]
     weight_absmax = scan(checkpoint, weights, ranks, workspace=folder, progress=progress)
-    report: dict[str, Any] = {"samples": 0, "tokens": 0, "observe_seconds": 0.0}
+    report: dict[str, Any] = {"samples": 0, "tokens": 0}
     warnings: list[str] = list(checkpoint.warnings)
     observation: Observation | None = None
+    seconds = 0.0
     if samples is not None:
         started = time.monotonic()
-        observation, more = _observe(job, checkpoint, samples, quantized, ranks, progress)
-        report |= samples.report | {"observe_seconds": round(time.monotonic() - started, 3)}
-        warnings += [*samples.report["warnings"], *more]
+        observation, model = _observe(job, checkpoint, samples, quantized, ranks, progress)
+        seconds = round(time.monotonic() - started, 3)
+        report |= samples.report | {"layerwise": model.layerwise}
+        warnings += [*samples.report["warnings"], *model.warnings]
     else:
         with ranks.together("structure"):
             if ranks.is_first:
@@ -62,7 +64,8 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             report |= {"warnings": warnings}
             inputs = observation.input_absmax if observation is not None else {}
             Statistics(weight_absmax, inputs, report).write(folder)
-    return {key: report[key] for key in ("samples", "tokens", "observe_seconds")} | {"warnings": warnings}
+    counts = {"samples": report["samples"], "tokens": report["tokens"]}
+    return counts | {"observe_seconds": seconds, "warnings": warnings}
 
 
 def check_structure(checkpoint: Checkpoint, quantized: list[str], trust_remote_code: bool) -> list[str]:
@@ -107,8 +110,8 @@ def _read_samples(job: Job) -> Samples:
 
 def _observe(
     job: Job, checkpoint: Checkpoint, samples: Samples, quantized: list[str], ranks: Ranks, progress: Progress
-) -> tuple[Observation | None, list[str]]:
-    """The merged observation on rank 0 (None elsewhere), and warnings."""
+) -> tuple[Observation | None, LayerwiseModel]:
+    """The merged observation on rank 0 (None elsewhere), and the model that was run."""
     own = batches(samples.tokens, job.options["batch_size"])[ranks.rank :: ranks.world]
     with ranks.together("calibrate"):
         model = LayerwiseModel.open(
@@ -119,4 +122,4 @@ def _observe(
         )
         observation = observe(model, own, quantized, progress)
     merged = merge_ranks(observation, quantized, ranks=ranks, workspace_path=Path(job.folder))
-    return merged, list(model.warnings)
+    return merged, model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distribute.calibrate import dead_experts
 from distribute.job import Job, read_json
@@ -34,17 +35,21 @@ def _statistics(job: Job) -> Statistics:
     return Statistics.read(Path(job.folder))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(("kind", "worlds"), [("llama", (1, 2, 3)), ("mixtral", (1, 3))])
 def test_statistics_are_equal_for_every_world_size(
-    tiny_model: Callable[..., Path], tmp_path: Path, text: Path, kind: str
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    kind: str,
+    worlds: tuple[int, ...],
 ) -> None:
     found = []
-    for world in (1, 2, 3):
+    for world in worlds:
         job = _job(tiny_model(kind), tmp_path / str(world), text)
         run_stage(job, world)
         found.append({k: v for k, v in digests(Path(job.folder)).items() if k.startswith("calibration.")})
         assert result(job)["figures"]["samples"] == 14
-    assert found[0] == found[1] == found[2] and len(found[0]) == 2
+    assert all(one == found[0] for one in found) and len(found[0]) == 2
 
 
 def test_every_quantized_layer_has_ranges(tiny_model: Callable[..., Path], tmp_path: Path, text: Path) -> None:
@@ -89,3 +94,24 @@ def test_experts_without_tokens_are_listed_once() -> None:
     assert dead_experts({"a": [1, 2], "b": [3]}) == []
     (warning,) = dead_experts({"a": [0, 5, 0], "b": [1, 0]})
     assert "a: 0, 2; b: 1" in warning
+
+
+def test_experts_that_no_token_reached_still_get_a_scale(
+    tiny_model: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    stages = jobs(tiny_model("qwen3_moe", experts=8), tmp_path, data=text, preset="fp8", dialect="compressed-tensors")
+    two_tokens = {"samples": 1, "sequence_length": 2}  # two experts a token: at least four of eight stay unreached
+    calibrate = replace(stages["calibrate"], options=stages["calibrate"].options | two_tokens)
+    run_stage(calibrate)
+    counts = read_json(Path(calibrate.folder) / "calibration.json")["tokens_per_expert"]
+    dead = [(block, i) for block, tokens in counts.items() for i, n in enumerate(tokens) if n == 0]
+    assert len(counts) == 2 and len(dead) >= 8
+    run_stage(stages["quantize"])
+    values = load_file(Path(stages["quantize"].folder) / "plan.safetensors")
+    for block, i in dead:
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            assert values[f"{block}.{i}.{leaf}.input_scale"].float().item() > 0
+    assert any("no calibration token" in warning for warning in result(stages["quantize"])["figures"]["warnings"])
+    strict = replace(stages["quantize"], options=stages["quantize"].options | {"fail_on_unrouted_experts": True})
+    assert run_stage(strict, check=False).returncode == 2
+    assert "saw no calibration token" in read_json(Path(strict.folder) / "error-0.json")["message"]

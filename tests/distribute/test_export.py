@@ -1,6 +1,7 @@
 """Export on real torchrun ranks: the same bytes for every world size, and after a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from distribute import export
+from distribute.checks import check_folder
 from distribute.errors import SourceError, StageError
 from distribute.job import Job, Progress, read_json
 from distribute.numerics.observers import rows_absmax
@@ -21,11 +23,23 @@ from distribute.ranks import Ranks
 from distribute.recipe import make_recipe
 from distribute.source import Checkpoint
 from distribute.statistics import Statistics
-from distribute.tensors import read_tensor
-from tests.checkpoints import decoder_tensors, write_checkpoint
+from distribute.tensors import read_tensor, to_bytes
+from tests.checkpoints import decoder_tensors, write_checkpoint, write_index
 from tests.stages import command, digests, environment, jobs, result, run_stage
 
 RECIPE = {"preset": "fp8_dynamic"}
+ODD_TENSORS = {
+    "model.layers.0.self_attn.alpha": torch.tensor(1.25),
+    "model.layers.0.mlp.gate.e_score_correction_bias": torch.tensor([1.0001, 1.0002, 1.0003, 1.0004]),
+    "model.layers.0.mlp.gate.step": torch.tensor(7),
+    "model.layers.1.empty": torch.zeros(0, 64, dtype=torch.bfloat16),
+    "model.layers.1.nothing": torch.zeros(0),
+    "model.layers.1.flag": torch.tensor([True, False, True]),
+    "model.layers.2.eh_proj.weight": torch.ones(5, 3, dtype=torch.bfloat16),  # beyond the last layer
+    "mtp.layers.0.mlp.up_proj.weight": torch.full((7, 3), 0.5, dtype=torch.bfloat16),
+    "visual.blocks.0.attn.qkv.weight": torch.ones(3, 5).half(),
+    "model.rotary_emb.inv_freq_old": torch.arange(8.0),
+}
 
 
 def _write_plan(source: Path, folder: Path, max_shard_bytes: int) -> Plan:
@@ -53,8 +67,13 @@ def _export_alone(job: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3_moe", vocab=389)  # odd sizes: rows do not divide among ranks
+def source(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts, sizes that do not divide among ranks, and tensors that no model class knows."""
+    folder = Path(shutil.copytree(tiny_model("qwen3_moe", vocab=389), tmp_path_factory.mktemp("odd") / "source"))
+    save_file(ODD_TENSORS, folder / "odd.safetensors")
+    plain = Checkpoint.open(folder).tensors
+    write_index(folder, dict.fromkeys(plain, "model.safetensors") | dict.fromkeys(ODD_TENSORS, "odd.safetensors"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +94,21 @@ def test_every_world_size_writes_the_same_bytes(
     assert result(job)["world"] == world
     assert len(result(job)["peak_memory_bytes"]) == world
     assert not (Path(job.folder) / "checkpoint.partial").exists()
+
+
+def test_what_is_not_quantized_is_written_bit_for_bit(source: Path, tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    _export_alone(job)
+    before, after = Checkpoint.open(source), Checkpoint.open(Path(job.folder) / "checkpoint")
+    coded = {output.source for output in Plan.read(Path(job.inputs["plan"]) / "plan.json").outputs if output.scale}
+    assert len(coded) == 2 * (4 + 3 * 4)
+    assert not coded & set(ODD_TENSORS)
+    for name, entry in before.tensors.items():
+        written = after.tensors[name]
+        if name not in coded:
+            assert (written.dtype, written.shape) == (entry.dtype, entry.shape)
+            assert to_bytes(read_tensor(after, name)) == to_bytes(read_tensor(before, name))
+    assert not any(check_folder(after.folder).values())
 
 
 def test_every_file_is_recorded_with_its_digest(source: Path, expected: dict[str, str], tmp_path: Path) -> None:

@@ -241,6 +241,30 @@ def test_a_rank_that_is_not_named_is_refused(gathered):
     ]
 
 
+def gathers_in_subsets():
+    """Ranks meet in groups of which each has made another number before; every rank holds other experts."""
+    with Ranks.start(compute_limit_s=2) as ranks:
+        rank, found = ranks.rank, {}
+        experts = {f"experts.{index}": torch.tensor(index) for index in range(2 * rank, 2 * rank + 2)}
+        for members in ([1, 2], [2, 0, 1], [2, 0]):
+            if rank in members:
+                with get_configs_parallel(None if rank == 1 else experts, members, None) as configs:
+                    found[str(members)] = [sorted(config) if config else config for config in configs]
+            if members == [1, 2] and rank == 2:
+                time.sleep(3)  # longer than the limit of the caller's group
+        ranks.barrier()
+        return found
+
+
+def test_subsets_of_ranks_meet_in_any_order():
+    first, second = ["experts.0", "experts.1"], ["experts.4", "experts.5"]
+    assert run_ranks(gathers_in_subsets, 3) == [
+        {"[2, 0, 1]": [], "[2, 0]": []},
+        {"[1, 2]": [None, second], "[2, 0, 1]": []},
+        {"[1, 2]": [], "[2, 0, 1]": [second, first, None], "[2, 0]": [second, first]},
+    ]
+
+
 def gathers_large():
     with Ranks.start() as ranks:
         with get_tensors_parallel(torch.full((4 * MEGABYTE,), float(ranks.rank)), [0, 1]) as tensors:
