@@ -37,12 +37,17 @@ class Control:
     `members` are global ranks in ascending order.
     """
 
-    def __init__(self, rank: int, members: tuple[int, ...], group: dist.ProcessGroup | None, limit_s: float):
+    def __init__(self, rank: int, members: tuple[int, ...], store: dist.Store | None, limit_s: float):
         self.rank = rank
         self.members = members
         self.limit_s = limit_s
-        self._group = group
-        self._store = group.get_group_store() if group is not None else None
+        self._store = store
+        self._gloo: Any = None  # a ProcessGroupGloo; its collectives are not in torch's type stubs
+        if store is not None:
+            # Not dist.new_group: all ranks would have to call it, or (use_local_synchronization) the members must
+            # have made equally many groups before, since torch takes their number into the name they meet by.
+            place, limit = members.index(rank), timedelta(seconds=limit_s)
+            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place, len(members), limit)
         self._exchanges = 0
         self._lost: RankError | None = None
         self._agreed: weakref.ref[Exception] | None = None  # weak: an error keeps whole frames alive
@@ -61,14 +66,20 @@ class Control:
         if len(members) == 1:
             return cls(rank, members, None, limit_s)
         world = dist.group.WORLD
-        if _cache.world is not world:  # a new process group: the old one took its subgroups along
+        if _cache.world is not world:  # a new process group: the store of the old one is gone
             _cache.world, _cache.controls = world, {}
         if members not in _cache.controls:
-            group = dist.new_group(
-                list(members), timedelta(seconds=limit_s), backend="gloo", use_local_synchronization=True
-            )
-            _cache.controls[members] = cls(rank, members, group, limit_s)
+            assert world is not None
+            store = dist.PrefixStore(f"nogather/control/{members}", world.get_group_store())
+            _cache.controls[members] = cls(rank, members, store, limit_s)
         return _cache.controls[members]
+
+    @staticmethod
+    def close_all() -> None:
+        """Close the connections of every control group, so that peers that wait for this rank learn it has left."""
+        for control in _cache.controls.values():
+            control._gloo = None
+        _cache.world, _cache.controls = None, {}
 
     def exchange(self, step: str, payload: Any = None, *, error: Exception | None = None) -> dict[int, Any]:
         """Every member's JSON payload by rank. Called by all members; `error` says that this one failed.
@@ -111,11 +122,12 @@ class Control:
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """In place, element-wise max of an integer CPU tensor. Called by all members, right after an exchange."""
-        if self._group is not None:
-            self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True), "all_reduce_max")
+        if len(self.members) > 1:
+            assert self._gloo is not None, "closed"
+            self._wait(self._gloo.allreduce(tensor, dist.ReduceOp.MAX), "all_reduce_max")
 
     def _all_gather(self, text: str, step: str) -> list[str]:
-        if self._group is None:
+        if len(self.members) == 1:
             return [text]
         if self._lost is not None:
             raise RankError(self._lost.step, self._lost.reasons)
@@ -135,8 +147,9 @@ class Control:
         return [row.numpy()[: int(size)].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_equal(self, tensor: torch.Tensor, step: str) -> list[torch.Tensor]:
+        assert self._gloo is not None, "closed"
         rows = [torch.empty_like(tensor) for _ in self.members]
-        self._wait(dist.all_gather(rows, tensor, self._group, async_op=True), step)
+        self._wait(self._gloo.allgather(rows, tensor), step)
         return rows
 
     def _wait(self, work: Any, step: str) -> None:

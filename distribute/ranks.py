@@ -130,6 +130,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group that `start` made. Peers that still wait for this rank then learn that it ended."""
         if self.owns_group and dist.is_initialized():
+            Control.close_all()
             dist.destroy_process_group()
 
     def __enter__(self) -> "Ranks":
