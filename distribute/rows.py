@@ -18,6 +18,8 @@ from pyarrow import parquet
 from distribute.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+#: Characters. A script that writes no spaces may be cut anywhere.
+_LONG_WORD = 32
 
 
 def data_files(path: Path) -> list[Path]:
@@ -51,14 +53,15 @@ class TextBlocks:
         return len(self._blocks)
 
     def read(self, index: int) -> str:
-        """The whole characters of one block; raises DataError when it is not UTF-8."""
+        """One block from its first whole word on; raises DataError when it is not UTF-8."""
         path, offset = self._blocks[index]
         with _explained(path), path.open("rb") as file:
             file.seek(offset)
             block = file.read(self._bytes)
             # At most three bytes belong to a character that began before the block.
             lead = next((at for at, byte in enumerate(block[:4]) if byte & 0xC0 != 0x80), 0) if offset else 0
-            return codecs.getincrementaldecoder("utf-8-sig")().decode(block[lead:])
+            text = codecs.getincrementaldecoder("utf-8-sig")().decode(block[lead:])
+        return text[text.find(" ", 0, _LONG_WORD) + 1 :] if offset else text
 
 
 def read_text(path: Path) -> str:
@@ -129,6 +132,9 @@ class ParquetRows:
 
     def take(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Rows.take`. One row group at a time is in memory."""
+        if not self._fields:
+            yield from ((index, {}) for index in indices)
+            return
         begin, position = 0, 0
         for group in range(self._file.num_row_groups):
             end = begin + self._file.metadata.row_group(group).num_rows

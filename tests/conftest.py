@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks.demo_model import DemoText, cache_folder, make_demo_model, make_demo_text
+from tasks.demo_model import DemoText, make_demo_model, make_demo_text
 
 _home = tempfile.TemporaryDirectory(prefix="nogather-tests-", ignore_cleanup_errors=True)
 for _name in [name for name in os.environ if name.startswith(("PREFECT_", "NOGATHER_", "HF_", "AWS_"))]:
@@ -51,10 +51,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The folder of the trained demo model, shared with `make demo`: made on first use, then only read."""
-    return make_demo_model(cache_folder() / "smollm2-135m-instruct")
+    return make_demo_model()
 
 
 @pytest.fixture(scope="session")
 def demo_text() -> DemoText:
     """English text for calibrating and for measuring, shared with `make demo`."""
-    return make_demo_text(cache_folder() / "text")
+    return make_demo_text()
