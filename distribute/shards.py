@@ -103,6 +103,9 @@ def preallocate(path: Path, size: int, header: bytes) -> None:
     try:
         _reserve(fd, path, size)
         write_range(fd, header, 0)
+    except BaseException:
+        path.unlink(missing_ok=True)  # give the space back that was claimed before the disk was full
+        raise
     finally:
         os.close(fd)
 

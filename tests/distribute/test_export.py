@@ -5,7 +5,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from distribute import export
 from distribute.checks import check_folder
-from distribute.errors import SourceError, StageError
+from distribute.errors import SourceError, StageError, WorkspaceError
 from distribute.job import Job, Progress, read_json
 from distribute.numerics.observers import rows_absmax
 from distribute.plan import Plan, make_plan
@@ -218,3 +219,25 @@ def test_zero_rows_and_zero_weights_stay_zero(tmp_path: Path) -> None:
         assert not read_tensor(written, "model.layers.1.mlp.up_proj.weight").float().any()
         assert not read_tensor(written, "model.layers.0.mlp.up_proj.weight")[3].float().any()
         assert torch.all(read_tensor(written, "model.layers.1.mlp.up_proj.weight_scale") == 1.0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_before_any_work_and_leaves_nothing(
+    source: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    job = replace(_job(source, tmp_path, 1 << 30), folder=str(small_disk))
+    with pytest.raises(WorkspaceError, match=r"no room for model\.safetensors \(\d+ bytes\): No space left"):
+        _export_alone(job)
+    assert not list(small_disk.rglob("*.safetensors"))
+    assert not (small_disk / "checkpoint").exists()
