@@ -3,17 +3,23 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from distribute import segments
+from distribute import get_tensors_parallel, segments
 from distribute.errors import WorkspaceError
+from distribute.ranks import Ranks
 from distribute.segments import SHARED_MEMORY, collect_dead, map_segment, new_name, write_segment
+from tests.torchrun import descendants, left_segments, run_ranks, wait_until
 
+MEGABYTE = 2**20
 OWNER = "import sys; from distribute.segments import new_name; print(new_name(), flush=True); sys.stdin.read()"
 
 
@@ -128,3 +134,55 @@ def test_only_files_of_dead_owners_are_collected(tmp_path):
 
 def test_missing_folder_has_nothing_to_collect(tmp_path):
     assert collect_dead(tmp_path / "missing") == 0
+
+
+def gathers_large():
+    with Ranks.start() as ranks:
+        with get_tensors_parallel(torch.full((4 * MEGABYTE,), float(ranks.rank)), [0, 1]) as tensors:
+            found = [[float(tensor.min()), float(tensor.max())] for tensor in tensors]
+        return {"found": found, "left": os.listdir("/dev/shm")}
+
+
+def test_small_dev_shm_is_no_bus_error():
+    small = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh")
+    if os.system("unshare -rm true 2>/dev/null"):
+        pytest.skip("no user namespaces on this machine")
+    first, second = run_ranks(gathers_large, 2, prefix=small)
+    assert first == {"found": [[0.0, 0.0], [1.0, 1.0]], "left": []}
+    assert second == {"found": [], "left": []}
+
+
+def holds_a_segment(folder):
+    """Rank 1 stops with a segment that has a name, as if the reader were slow."""
+    with Ranks.start() as ranks:
+        if ranks.rank == 0:
+            ranks.control.call("get_tensors_parallel: compare", lambda: "float32 [1000]")
+            Path(folder, "ready").touch()
+            time.sleep(600)
+        with get_tensors_parallel(torch.ones(1000), [0, 1]):
+            pass
+
+
+def starts_afterwards():
+    with Ranks.start() as ranks, get_tensors_parallel(torch.ones(10), [0, 1]) as tensors:
+        return [ranks.rank, len(tensors)]
+
+
+def test_what_kill_9_left_is_gone_after_the_next_run(tmp_path):
+    killed = []
+
+    def segments_of_killed():
+        return [name for name in left_segments() if any(f"-{pid}-" in name for pid in killed)]
+
+    def kill(process):
+        wait_until((tmp_path / "ready").exists)
+        killed.extend(descendants(process.pid))
+        wait_until(segments_of_killed, what="the segment")
+        for sign in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: a rank cleans up when it sees its peer die
+            for pid in killed:
+                os.kill(pid, sign)
+
+    assert run_ranks(holds_a_segment, 2, str(tmp_path), check=False, during=kill) == [{"error": "lost"}] * 2
+    assert len(segments_of_killed()) == 1
+    assert run_ranks(starts_afterwards, 2) == [[0, 2], [1, 0]]
+    assert segments_of_killed() == []
