@@ -31,9 +31,7 @@ INTERRUPTED, TERMINATED = 130, 143
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or org/name[@revision] on the Hub.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Preset (fp8, fp8_dynamic) or YAML file.")]
-Dialect = Annotated[
-    str | None, typer.Option(help="modelopt or compressed-tensors; default: as the recipe says.")
-]
+Dialect = Annotated[str | None, typer.Option(help="modelopt or compressed-tensors; default: as the recipe says.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, like 5GB or 500MB.")]
 Workspace = Annotated[
     str | None,
@@ -44,29 +42,19 @@ Workspace = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Publish although the target holds other files.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Publish although the target holds other files.")]
 
 
 @app.command()
 def run(  # noqa: PLR0913  the options of the command are its arguments
     model: Model,
     recipe: RecipeName = "fp8",
-    to: Annotated[
-        str | None, typer.Option("--to", help="Folder, s3://bucket/prefix or hf://org/name.")
-    ] = None,
+    to: Annotated[str | None, typer.Option("--to", help="Folder, s3://bucket/prefix or hf://org/name.")] = None,
     dialect: Dialect = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")
-    ] = None,
-    calib: Annotated[
-        str | None, typer.Option(help="Text: .txt, .jsonl, .parquet or hf://datasets/org/name.")
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")] = None,
+    calib: Annotated[str | None, typer.Option(help="Text: .txt, .jsonl, .parquet or hf://datasets/org/name.")] = None,
     samples: Annotated[int | None, typer.Option(help="Calibration samples; default 512.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens of each sample; default 512.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens of each sample; default 512.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples computed at once; default 8.")] = None,
     seed: Annotated[int | None, typer.Option(help="Chooses the samples; default 0.")] = None,
     max_shard_size: ShardSize = "5GB",
@@ -76,9 +64,7 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
     direct: Annotated[bool, typer.Option("--direct", help="Run the same stages without Prefect.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be done; as `plan`.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done; as `plan`.")] = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a model: calibrate, quantize, export, verify, publish, report."""
@@ -93,6 +79,7 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
         if dry_run:
             _show_plan(parameters, as_json)
             return
+        parameters.load_recipe()  # a wrong one is told before Prefect has been loaded
         from flows.display import shown
 
         with shown():
@@ -147,9 +134,7 @@ def publish(
 
         with shown():
             receipt = publish_checkpoint(str(folder), to, overwrite=overwrite, workspace=workspace or "")
-        _print(
-            receipt if as_json else f"published: {receipt['address']} {receipt['revision'] or ''}".rstrip()
-        )
+        _print(receipt if as_json else f"published: {receipt['address']} {receipt['revision'] or ''}".rstrip())
 
 
 @app.command()
@@ -166,9 +151,7 @@ def inspect(folder: Folder, as_json: Json = False) -> None:
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Argument(help="Folder of everything that the demo makes.")] = Path("nogather-demo"),
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")] = None,
     direct: Annotated[bool, typer.Option("--direct", help="Run the same stages without Prefect.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -253,13 +236,13 @@ def _show_plan(parameters: Any, as_json: bool) -> None:
     from distribute.plan import make_plan
     from distribute.source import Checkpoint
     from flows.display import shown
-    from flows.pipeline import find_source
     from flows.tables import plan_json, plan_text
+    from tasks.fetch import fetch_source
     from tasks.sizes import parse_size
 
     recipe = parameters.load_recipe()
     with shown():
-        source = find_source(parameters)
+        source = fetch_source(parameters.model, parameters.workspace_folder())
     made = make_plan(Checkpoint.open(source.folder), recipe, parse_size(parameters.max_shard_size))
     _print(plan_json(made) if as_json else plan_text(made))
 
@@ -270,9 +253,7 @@ def _show_summary(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print(summary)
         return
-    sizes = (
-        f"{format_size(summary['bytes'])}, {summary['ratio']:.1%} of {format_size(summary['source_bytes'])}"
-    )
+    sizes = f"{format_size(summary['bytes'])}, {summary['ratio']:.1%} of {format_size(summary['source_bytes'])}"
     _print(f"checkpoint  {summary['checkpoint']} ({sizes})")
     if summary["address"]:
         _print(f"published   {summary['address']} {summary['revision'] or ''}".rstrip())

@@ -28,7 +28,7 @@ class Bars:
         # The files of an upload share one bar.
         step = (state.stage, state.label if state.unit != "bytes" or state.stage != "upload" else "")
         if step not in self._bars:
-            self._bars[step] = self._progress.add_task(_title(state), total=state.total)
+            self._bars[step] = self._progress.add_task(_title(state), total=state.total, amount="")
         self._progress.update(
             self._bars[step],
             completed=state.done,
@@ -47,9 +47,7 @@ class Lines:
 
     def __call__(self, state: State) -> None:
         step = f"{state.stage} {state.label}" if state.stage != "upload" else state.stage
-        is_due = (
-            step != self._step or state.done >= state.total or time.monotonic() - self._last > LINE_INTERVAL_S
-        )
+        is_due = step != self._step or state.done >= state.total or time.monotonic() - self._last > LINE_INTERVAL_S
         if is_due:
             self._step, self._last = step, time.monotonic()
             logging.getLogger("flows.display").info("%s: %s", _title(state), _amount(state))
@@ -67,9 +65,7 @@ def shown(*, bars: bool | None = None) -> Iterator[None]:
             TextColumn("{task.fields[amount]}"),
         )
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-            handler = RichHandler(
-                console=console, show_path=False, show_level=False, markup=False, highlighter=None
-            )
+            handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, highlighter=None)
             with _logging_to(handler), listening(Bars(progress)):
                 yield
     else:

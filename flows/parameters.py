@@ -3,12 +3,14 @@
 Empty text means "not given": the UI has no good way to enter null.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from distribute.errors import RecipeError
 from distribute.recipe import Recipe, load_recipe
+from infra.settings import load_settings
 from tasks.sizes import parse_size
 
 
@@ -20,9 +22,7 @@ class Parameters(BaseModel):
     model: str = Field(
         min_length=1, description="folder of a Hugging Face checkpoint, or org/name[@revision] on the Hub"
     )
-    recipe: str = Field(
-        default="fp8", min_length=1, description="preset (fp8, fp8_dynamic) or path of a YAML file"
-    )
+    recipe: str = Field(default="fp8", min_length=1, description="preset (fp8, fp8_dynamic) or path of a YAML file")
     dialect: Literal["recipe", "modelopt", "compressed-tensors"] = Field(
         default="recipe", description="names, scales and JSON of the checkpoint; recipe: as the recipe says"
     )
@@ -53,6 +53,10 @@ class Parameters(BaseModel):
     def _is_size(cls, value: str) -> str:
         parse_size(value)
         return value
+
+    def workspace_folder(self) -> Path:
+        """The given workspace, or the one of this machine's settings."""
+        return Path(self.workspace) if self.workspace else load_settings().workspace
 
     def load_recipe(self) -> Recipe:
         """The recipe with the dialect on top.

@@ -21,7 +21,7 @@ from tasks.fetch import fetch_data, fetch_source, open_folder
 from tasks.preflight import check_run, check_workspace
 from tasks.quantize import quantize
 from tasks.report import Report, report
-from tasks.run import Calibration, Run, Source, new_run_id
+from tasks.run import Calibration, Run, new_run_id
 from tasks.sizes import parse_size
 from tasks.upload import check_target, upload, upload_folder
 from tasks.verify import verify, verify_folder
@@ -49,18 +49,11 @@ def run_pipeline(parameters: Parameters, call: Call = call_directly) -> Report:
     return call(report, run, stages, receipt)
 
 
-def find_source(parameters: Parameters, call: Call = call_directly) -> Source:
-    """The source on disk; what is on the Hub is fetched into the workspace, a local folder needs none."""
-    if Path(parameters.model).expanduser().exists():
-        return call(fetch_source, parameters.model, Path())
-    return call(fetch_source, parameters.model, _workspace(parameters.workspace, call))
-
-
 def prepare(parameters: Parameters, call: Call = call_directly) -> Run:
     """Fetch what is needed and check everything that can be checked without ranks."""
     settings = load_settings()
     recipe = parameters.load_recipe()
-    workspace = _workspace(parameters.workspace, call)
+    workspace = call(check_workspace, parameters.workspace_folder())
     if parameters.target:
         call(check_target, parameters.target, parameters.overwrite)
     # Text is small: it is looked at before a large model is fetched.
@@ -112,10 +105,6 @@ def publish_checkpoint(
 
 
 def _prepare_folder(folder: str, workspace: str, call: Call) -> Run:
-    place = _workspace(workspace, call)
+    place = call(check_workspace, Path(workspace) if workspace else load_settings().workspace)
     # One rank: these checks read headers and scales only, except for one sha256 a file.
     return Run(new_run_id(), workspace=place, source=open_folder(folder), recipe=Recipe(), nproc=1)
-
-
-def _workspace(given: str, call: Call) -> Path:
-    return call(check_workspace, Path(given) if given else load_settings().workspace)

@@ -86,11 +86,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def checkpoint_text(facts: dict[str, Any]) -> str:
     """`describe_checkpoint` for people."""
-    plain = [
-        (key, value)
-        for key, value in facts.items()
-        if not isinstance(value, dict | list) and value is not None
-    ]
+    plain = [(key, value) for key, value in facts.items() if not isinstance(value, dict | list) and value is not None]
     plain += [
         ("architectures", ", ".join(facts["architectures"] or ["?"])),
         ("size", format_size(facts["bytes"])),

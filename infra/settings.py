@@ -26,16 +26,10 @@ class Settings(BaseSettings):
         default_factory=_default_workspace,
         description="folder of stage artifacts, fetched models and reports; shared by all ranks (local disk or NFS)",
     )
-    nproc: int | None = Field(
-        default=None, ge=1, description="ranks on this host; see infra.launch.default_nproc"
-    )
-    lock_wait_s: float = Field(
-        default=60, ge=0, description="how long to wait for another run at the same stage"
-    )
+    nproc: int | None = Field(default=None, ge=1, description="ranks on this host; see infra.launch.default_nproc")
+    lock_wait_s: float = Field(default=60, ge=0, description="how long to wait for another run at the same stage")
     stage_limit_s: float | None = Field(default=None, gt=0, description="a stage that runs longer is ended")
-    stall_limit_s: float | None = Field(
-        default=None, gt=0, description="a stage without progress so long is ended"
-    )
+    stall_limit_s: float | None = Field(default=None, gt=0, description="a stage without progress so long is ended")
 
 
 def load_settings() -> Settings:

@@ -50,9 +50,7 @@ def fetch_source(model: str, workspace: Path) -> Source:
         return open_folder(model)
     found = _REPO.fullmatch(model)
     if found is None:
-        raise SourceError(
-            f"{model} is neither an existing folder nor a Hub model like org/name or org/name@revision"
-        )
+        raise SourceError(f"{model} is neither an existing folder nor a Hub model like org/name or org/name@revision")
     with _hub_errors(f"{model} is no folder here, and as a model on the Hub it", SourceError):
         commit = HfApi().model_info(found["repo"], revision=found["revision"]).sha
         folder = workspace / "sources" / found["repo"].replace("/", "--") / str(commit)
@@ -71,7 +69,7 @@ def open_folder(folder: str) -> Source:
 
 
 def fetch_data(calib: str, workspace: Path) -> DataFile:
-    """The calibration text that `calib` means: a local file or folder, or `hf://datasets/org/name[:split]` on the Hub.
+    """The calibration text that `calib` means: a local file or folder, or `hf://datasets/org/name[:split]`.
 
     Of a Hub data set the first file of the split (train when none is named) is taken: calibration needs few texts.
 
@@ -90,9 +88,7 @@ def fetch_data(calib: str, workspace: Path) -> DataFile:
     repo = found["repo"]
     with _hub_errors(f"{calib} is no file here, and as a data set on the Hub it", DataError):
         info = HfApi().dataset_info(repo)
-        name = choose_data_file(
-            [sibling.rfilename for sibling in info.siblings or []], found["split"], repo=repo
-        )
+        name = choose_data_file([sibling.rfilename for sibling in info.siblings or []], found["split"], repo=repo)
         folder = workspace / "data" / repo.replace("/", "--") / str(info.sha)
         log.info("fetch: %s of %s at %s", name, repo, info.sha)
         fetched = hf_hub_download(repo, name, repo_type="dataset", revision=info.sha, local_dir=folder)
@@ -131,9 +127,7 @@ def _name_data(address: str, path: Path) -> DataFile:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         texts = [file for file in files if file.suffix in DATA_SUFFIXES]
         if not sum(file.stat().st_size for file in texts):
-            what = (
-                "is empty" if texts else f"is no {', '.join(DATA_SUFFIXES)} file, nor a folder of such files"
-            )
+            what = "is empty" if texts else f"is no {', '.join(DATA_SUFFIXES)} file, nor a folder of such files"
             raise DataError(f"calibration text {path} {what}")
         if len(texts) == 1:
             return DataFile(address, path, sha256_of(texts[0]))

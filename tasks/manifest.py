@@ -101,9 +101,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         if path.is_file() and not _is(name.partition("/")[0], NOT_ARTIFACTS):
             stat = path.stat()
             digest = known.get((name, stat.st_size)) or sha256_of(path)
-            records.append(
-                {"name": name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
-            )
+            records.append({"name": name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest})
     return records
 
 

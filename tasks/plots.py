@@ -31,9 +31,7 @@ def plot_sqnr(tensors: Sequence[dict[str, Any]], path: Path, *, title: str) -> N
     for number, (kind, layers) in enumerate(sorted(sqnr_by_kind(tensors).items())):
         order = sorted(layers)
         marker = _MARKERS[number % len(_MARKERS)]
-        axes.plot(
-            order, [layers[layer] for layer in order], label=kind, marker=marker, markersize=4, linewidth=1
-        )
+        axes.plot(order, [layers[layer] for layer in order], label=kind, marker=marker, markersize=4, linewidth=1)
     axes.set_xlabel("decoder layer")
     axes.set_ylabel("SQNR (dB), higher is better")
     axes.set_title(title, fontsize=10)

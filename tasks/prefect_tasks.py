@@ -59,10 +59,7 @@ def _network(function: Callable[..., Any]) -> Task[..., Any]:
 #: The Prefect task of each function. Call them, never submit them: a stage must own the main thread, so that
 #: a cancel reaches it and ends its ranks.
 TASKS: dict[Callable[..., Any], Task[..., Any]] = {
-    **{
-        function: _network(function)
-        for function in (check_target, fetch_source, fetch_data, upload, upload_folder)
-    },
+    **{function: _network(function) for function in (check_target, fetch_source, fetch_data, upload, upload_folder)},
     **{
         function: _local(function)
         for function in (
@@ -105,12 +102,8 @@ def show_report(made: Report) -> None:
     """Show the report in the UI. It is on disk already, so a server that fails here fails nothing."""
     key = artifact_key(f"{made.summary['model']} {made.summary['recipe']['preset']}")
     try:
-        create_markdown_artifact(
-            made.markdown, key=f"report-{key}", description="what was quantized and how well"
-        )
-        create_table_artifact(
-            made.worst, key=f"worst-tensors-{key}", description="tensors with the lowest SQNR"
-        )
+        create_markdown_artifact(made.markdown, key=f"report-{key}", description="what was quantized and how well")
+        create_table_artifact(made.worst, key=f"worst-tensors-{key}", description="tensors with the lowest SQNR")
     except Exception as error:  # whatever the client raises
         log.warning("the report is in %s, but could not be shown in the UI: %s", made.folder, error)
 

@@ -68,9 +68,7 @@ def summarize(
         "files": len(verdict["files"]),
         "worst_sqnr_db": round(min(levels), 2) if levels else None,
         "stages": [_stage_row(stage) for stage in stages],
-        "warnings": list(
-            dict.fromkeys(text for stage in stages for text in stage.figures.get("warnings", []))
-        ),
+        "warnings": list(dict.fromkeys(text for stage in stages for text in stage.figures.get("warnings", []))),
         "report": str(run.folder / "report.md"),
     }
 

@@ -44,9 +44,7 @@ def upload_folder(run: Run, verified: StageResult) -> dict[str, Any]:
 def verified_files(verdict: Path, checkpoint: Path) -> list[LocalFile]:
     """The files of the checkpoint with the sha256 that verify has confirmed in its stage folder `verdict`."""
     files = read_json(verdict / "verify.json")["files"]
-    return [
-        LocalFile(file["name"], checkpoint / file["name"], file["size"], file["sha256"]) for file in files
-    ]
+    return [LocalFile(file["name"], checkpoint / file["name"], file["size"], file["sha256"]) for file in files]
 
 
 def _publish(run: Run, files: list[LocalFile]) -> dict[str, Any]:

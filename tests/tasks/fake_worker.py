@@ -24,7 +24,8 @@ def main() -> int:
     mode = os.environ.get("FAKE_WORKER", "ok")
     progress = {"label": job["stage"], "done": 1, "total": 2, "unit": "tokens"}
     (folder / f"progress-{rank}.json").write_text(json.dumps(progress))
-    print(f"rank {rank} works", flush=True)
+    sys.stdout.write(f"rank {rank} works\n")
+    sys.stdout.flush()
     if mode in ("user", "internal"):
         return fail(folder, rank, mode)
     if mode == "noisy":

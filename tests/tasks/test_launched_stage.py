@@ -30,11 +30,9 @@ def test_lines_of_ranks_come_with_their_rank_and_are_limited(
         assert (step.folder / f"logs/rank-{rank}.log").read_bytes().count(b"flood\n") == 20_000
 
 
-def test_a_users_mistake_comes_back_as_its_own_error(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_mistake_comes_back_as_its_own_error(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_WORKER", "user")
-    with pytest.raises(DataError, match="^the text is empty$"):
+    with pytest.raises(DataError, match=r"^the text is empty$"):
         run_step(calibrate_step(make_run()), worker=WORKER)
 
 

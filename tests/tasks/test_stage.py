@@ -36,9 +36,7 @@ def _clean_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_WORKER", "ok")
 
 
-def test_the_first_run_builds_and_the_second_reuses(
-    make_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_run_builds_and_the_second_reuses(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     step = calibrate_step(make_run())
     first, second = build(step), build(step)

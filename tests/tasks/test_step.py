@@ -55,9 +55,7 @@ def test_a_change_reruns_what_depends_on_it(make_run: MakeRun, changes: dict, fi
     assert [a == b for a, b in zip(before, after, strict=True)] == [i < first_changed for i in range(4)]
 
 
-def test_changed_code_and_libraries_change_every_key(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_code_and_libraries_change_every_key(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys(make_run())
     monkeypatch.setattr("tasks.step.version", lambda name: "99.0")
     assert not set(before) & set(keys(make_run()))
