@@ -105,7 +105,9 @@ def _read_windows(files: list[Path], path: Path, encoder: Encoder, wanted: int, 
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
         raise DataError(f"calibration text {path} is empty: it holds nothing but white space")
-    windows = encoder.windows(texts) or [encoder.text("\n\n".join(texts))]
+    windows = [ids for ids in encoder.windows(texts) or [encoder.text("\n\n".join(texts))] if ids]
+    if not windows:
+        raise DataError(f"calibration text {path}: the tokenizer makes no token of it; give text that it knows")
     return _choose(len(windows), wanted, seed, lambda indices: {index: windows[index] for index in indices})
 
 

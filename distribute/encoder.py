@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from distribute.errors import DataError
+from distribute.job import read_json
 
 #: Where a row's text is looked for, in this order; the last one is a conversation.
 FIELDS = ("text", "content", "messages")
+#: Names of the class that reads any tokenizer.json as it is (transformers 4 and 5).
+GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -21,8 +24,10 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> PreTraine
     Raises:
         DataError: there is none, or it needs code that may not be run.
     """
+    # The auto class takes the model's usual tokenizer even where the checkpoint names the general one.
+    auto = PreTrainedTokenizerFast if _named_class(model) in GENERAL_CLASSES else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
+        return auto.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever strangers' tokenizer files and their code can raise
         if "trust_remote_code" in str(error):
             reason = "it needs its own code; read that code, then allow it with trust_remote_code"
@@ -32,6 +37,15 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> PreTraine
             f"{model} has no tokenizer that can be loaded: {reason}. Measuring text needs a tokenizer; "
             "recipes with dynamic inputs, like fp8_dynamic, do not"
         ) from None
+
+
+def _named_class(model: Path) -> str | None:
+    """The class that tokenizer_config.json names, when it can be read and brings no code of its own."""
+    try:
+        config = read_json(model / "tokenizer_config.json")
+        return None if "auto_map" in config else config.get("tokenizer_class")
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 class Encoder:
