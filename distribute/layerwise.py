@@ -83,9 +83,7 @@ class LayerwiseModel:
                 f"for example {', '.join(missing[:5])}; add them to the recipe's ignore list"
             )
 
-    def run(
-        self, batches: Sequence[Tensor], *, around: Around, progress: Progress | None = None
-    ) -> list[Tensor]:
+    def run(self, batches: Sequence[Tensor], *, around: Around, progress: Progress | None = None) -> list[Tensor]:
         """Hidden states after the last layer, one [n, len, hidden] a batch of token ids [n, len] int64.
 
         All batches pass a part before the next part is loaded, inside `around(model, projections of the part)`.
@@ -100,9 +98,7 @@ class LayerwiseModel:
                 return self._run_layers(batches, around, progress)
             return self._run_whole(batches, around, progress)
 
-    def _run_layers(
-        self, batches: Sequence[Tensor], around: Around, progress: Progress | None
-    ) -> list[Tensor]:
+    def _run_layers(self, batches: Sequence[Tensor], around: Around, progress: Progress | None) -> list[Tensor]:
         captured = [self._capture(batch) for batch in batches]
         hidden = [first for first, _ in captured]
         calls = [per_layer for _, per_layer in captured]
@@ -118,9 +114,7 @@ class LayerwiseModel:
             self._modules.release(names)
         return hidden
 
-    def _run_whole(
-        self, batches: Sequence[Tensor], around: Around, progress: Progress | None
-    ) -> list[Tensor]:
+    def _run_whole(self, batches: Sequence[Tensor], around: Around, progress: Progress | None) -> list[Tensor]:
         whole = self._modules.whole()
         decoder = whole.get_submodule(self._decoder_path)
         hidden = []
@@ -164,9 +158,7 @@ class LayerwiseModel:
 
     def _load_outside(self) -> None:
         inside = set(self._modules.parameters_under(self._layers_path))
-        self._modules.load(
-            name for name in self._modules.parameters_under(self._decoder_path) if name not in inside
-        )
+        self._modules.load(name for name in self._modules.parameters_under(self._decoder_path) if name not in inside)
         self._modules.compute_buffers()
 
     def _refuse_shared(self, path: str) -> None:

@@ -48,9 +48,7 @@ class Projection:
 class Modules:
     """The model on the meta device, with `load` and `release` for the weights of named parameters."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, device: torch.device | str, trust_remote_code: bool = False
-    ):
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device | str, trust_remote_code: bool = False):
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         config = _read_config(checkpoint, trust_remote_code)
@@ -107,9 +105,7 @@ class Modules:
             path, _, leaf = name.rpartition(".")
             owner = self.model.get_submodule(path)
             empty = torch.empty_like(getattr(owner, leaf), device="meta")
-            setattr(
-                owner, leaf, empty if leaf in owner._buffers else nn.Parameter(empty, requires_grad=False)
-            )
+            setattr(owner, leaf, empty if leaf in owner._buffers else nn.Parameter(empty, requires_grad=False))
 
     def compute_buffers(self) -> None:
         """In place: compute what no file stores (rotary frequencies), as `from_pretrained` does."""
@@ -133,9 +129,7 @@ class Modules:
         """Fill `_sources`, by the rules of transformers' loader; returns the projections."""
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        targets = {
-            pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns
-        }
+        targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
         prefix, state = self.model.base_model_prefix, self.model.state_dict()
         seen: dict[tuple[str, str], int] = defaultdict(int)
         projections = []

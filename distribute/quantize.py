@@ -45,10 +45,10 @@ def _decide(job: Job, progress: Progress) -> dict[str, Any]:
     progress.start("quantize", len(plan.quantized), "tensors")
     values, fallbacks = scale_values(plan, statistics)
     progress.advance(len(plan.quantized))
-    if fallbacks and job.options.get("fail_on_unrouted_experts"):
+    if fallbacks and job.options["fail_on_unrouted_experts"]:
         raise DataError(
             f"{len(fallbacks)} expert layers saw no calibration token, for example {next(iter(fallbacks))}; "
-            "give more or other calibration text, or allow the fallback (fail_on_unrouted_experts: false)"
+            "give more or other calibration text, or run without fail-on-unrouted-experts"
         )
     folder = Path(job.folder)
     save_file(values, folder / "plan.safetensors")

@@ -60,6 +60,9 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
     max_shard_size: ShardSize = "5GB",
     workspace: Workspace = None,
     overwrite: Overwrite = False,
+    fail_on_unrouted_experts: Annotated[
+        bool, typer.Option("--fail-on-unrouted-experts", help="Fail when an expert saw no calibration token.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -74,7 +77,8 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
         parameters = make_parameters(
             model=model, recipe=recipe, dialect=dialect, target=to, overwrite=overwrite, calib=calib, samples=samples,
             sequence_length=seq_len, batch_size=batch_size, seed=seed, nproc=nproc, max_shard_size=max_shard_size,
-            workspace=workspace, trust_remote_code=trust_remote_code,
+            workspace=workspace, fail_on_unrouted_experts=fail_on_unrouted_experts,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         if dry_run:
             _show_plan(parameters, as_json)

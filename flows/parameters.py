@@ -46,6 +46,10 @@ class Parameters(BaseModel):
     workspace: str = Field(
         default="", description="folder for stages and reports; empty: NOGATHER_WORKSPACE or the cache"
     )
+    fail_on_unrouted_experts: bool = Field(
+        default=False,
+        description="fail when an expert saw no calibration token, instead of using its siblings' range",
+    )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
 
     @field_validator("max_shard_size")

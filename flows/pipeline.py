@@ -75,6 +75,7 @@ def prepare(parameters: Parameters, call: Call = call_directly) -> Run:
         target=parameters.target or None,
         overwrite=parameters.overwrite,
         nproc=parameters.nproc or settings.nproc or default_nproc(),
+        fail_on_unrouted_experts=parameters.fail_on_unrouted_experts,
         trust_remote_code=parameters.trust_remote_code,
     )
     call(check_run, run)

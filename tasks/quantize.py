@@ -12,7 +12,10 @@ def quantize_step(run: Run) -> Step:
         run,
         "quantize",
         inputs={"calibration": calibrate_step(run).as_input()},
-        options={"max_shard_bytes": run.max_shard_bytes},
+        options={
+            "max_shard_bytes": run.max_shard_bytes,
+            "fail_on_unrouted_experts": run.fail_on_unrouted_experts,
+        },
     )
 
 

@@ -54,6 +54,7 @@ class Run:
     target: str | None = None
     overwrite: bool = False
     nproc: int = 1
+    fail_on_unrouted_experts: bool = False
     trust_remote_code: bool = False
 
     @property

@@ -49,9 +49,7 @@ def plain_forward(folder: Path, batches: list[Tensor], auto: Any = AutoModelForC
     """What the last decoder layer returns in a forward of the whole model, on one thread."""
     model = auto.from_pretrained(folder, experts_implementation="eager").eval()
     outputs: list[Tensor] = []
-    model.get_decoder().layers[-1].register_forward_hook(
-        lambda _module, _args, output: outputs.append(output)
-    )
+    model.get_decoder().layers[-1].register_forward_hook(lambda _module, _args, output: outputs.append(output))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -118,9 +116,7 @@ def test_source_dtype_is_cast_as_transformers_does(tiny_model: Callable[..., Pat
     assert_same(hidden, plain_forward(folder, token_batches()))
 
 
-def test_dtype_of_the_weights_without_one_in_the_config(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_dtype_of_the_weights_without_one_in_the_config(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(tiny_model("llama"), tmp_path / "m")
     edit_config(folder, dtype=None)
     assert_same(run(folder, token_batches()), plain_forward(folder, token_batches()))
@@ -128,9 +124,7 @@ def test_dtype_of_the_weights_without_one_in_the_config(
 
 def test_embedding_stored_as_tied_head_only(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = copy_of(tiny_model("llama", tied=True), tmp_path / "m")
-    edit_tensors(
-        folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")})
-    )
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     assert_same(run(folder, token_batches()), plain_forward(folder, token_batches()))
 
 
@@ -318,9 +312,7 @@ def test_weight_of_another_shape_is_named(tiny_model: Callable[..., Path], tmp_p
     folder = copy_of(tiny_model("llama"), tmp_path / "m")
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
-    with pytest.raises(
-        SourceError, match=r"model\.layers\.0\.mlp\.up_proj\.weight .*\[127, 64\].*\[128, 64\]"
-    ):
+    with pytest.raises(SourceError, match=r"model\.layers\.0\.mlp\.up_proj\.weight .*\[127, 64\].*\[128, 64\]"):
         run(folder, token_batches())
 
 

@@ -111,9 +111,7 @@ def test_experts_equal_brute_force(kind: str, tiny_model: Callable[..., Path]) -
     assert all(sum(tokens) == 2 * observation.tokens for tokens in counts.values()), "two experts a token"
 
 
-def brute_force_experts(
-    folder: Path, kind: str, *, experts: int
-) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+def brute_force_experts(folder: Path, kind: str, *, experts: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """absmax of the rows that each expert gets, and of act(gate) * up of them; and how many rows."""
     on_disk, in_memory, (gate, up, down) = EXPERTS[kind]
     model = plain_model(folder)
@@ -133,9 +131,7 @@ def brute_force_experts(
                     inner = module.act_fn(first) * second
                     for leaf, value in ((gate, rows), (up, rows), (down, inner)):
                         name = f"{block}.{expert}.{leaf}"
-                        absmax[name] = torch.maximum(
-                            absmax.get(name, torch.zeros(())), value.float().abs().max()
-                        )
+                        absmax[name] = torch.maximum(absmax.get(name, torch.zeros(())), value.float().abs().max())
 
         return see
 
@@ -147,9 +143,7 @@ def brute_force_experts(
     return absmax, counts
 
 
-def test_expert_without_tokens_has_a_count_but_no_absmax(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_expert_without_tokens_has_a_count_but_no_absmax(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "m"))
     tensors = load_file(folder / "model.safetensors")
     # Equal router rows tie every token; the two lowest indices win, so experts 2 and 3 get none in layer 1.

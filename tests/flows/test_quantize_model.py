@@ -1,6 +1,7 @@
 """The flow under a real Prefect server, with the real stages on one rank."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def flow(prefect_server: None) -> Any:
 
 @pytest.fixture(scope="session")
 def built(flow: Any, parameters: Parameters) -> dict[str, Any]:
-    """The first run of the session."""
+    """A run with ranks: other tests of the session may have left stages to reuse, but never its last one."""
+    shutil.rmtree(Path(parameters.workspace) / "verify", ignore_errors=True)
     return flow(parameters)
 
 
@@ -69,9 +71,9 @@ def task_runs(flow_run_id: UUID) -> dict[str, Any]:
     return {run.name.rpartition("-")[0]: run for run in found}
 
 
-def test_the_first_run_makes_a_checkpoint_and_shows_its_report(built: dict[str, Any]) -> None:
+def test_a_run_makes_a_checkpoint_and_shows_its_report(built: dict[str, Any]) -> None:
     assert (Path(built["checkpoint"]) / "model.safetensors").is_file()
-    assert [stage["reason"] for stage in built["stages"]] == ["first run"] * 4
+    assert built["stages"][3]["reused"] is False
     artifacts = ask(lambda client: client.read_artifacts())
     kinds = {artifact.key.split("-tmp-")[0]: artifact.type for artifact in artifacts}
     assert {"markdown", "table"} <= set(kinds.values())
