@@ -20,7 +20,7 @@ from rich.table import Table
 from distribute.errors import StageError, UserError
 from flows.parameters import Parameters, make_parameters
 from flows.tables import align
-from tasks.demo_model import cache_folder, make_demo_model, make_demo_text
+from tasks.demo_model import make_demo_model, make_demo_text
 from tasks.sizes import format_size
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 PROMPT = "The capital of France is"
 NEW_TOKENS = 4
 HELDOUT_TOKENS = 4096
-SAMPLES = 64  # of 512 tokens
+SAMPLES = 64
 RECIPE, DIALECT = "fp8", "compressed-tensors"
 
 
@@ -55,38 +55,47 @@ class Demo:
         return self.after.perplexity / self.before.perplexity - 1
 
 
-def demo(folder: Path, run: Callable[[Parameters], dict[str, Any]], *, nproc: int | None = None) -> Demo:
+def demo(
+    folder: Path,
+    run: Callable[[Parameters], dict[str, Any]],
+    *,
+    nproc: int | None = None,
+    samples: int = SAMPLES,
+    tokens: int = HELDOUT_TOKENS,
+) -> Demo:
     """Everything of the demo, with stages in `<folder>/workspace` and the result in `<folder>/smollm2-135m-fp8`.
 
     Args:
         folder: made if missing.
         run: runs the pipeline and returns its summary: the Prefect flow, or the stages directly.
-        nproc: ranks; None is two, or one for each accelerator.
+        nproc: ranks; None is one for each accelerator, else one for each core, at most two.
+        samples: calibration samples of 512 tokens.
+        tokens: how much held-out text is predicted.
 
     Raises:
         UserError: a package of the extra `demo` is missing, or the folder cannot be used.
         StageError: a download or a stage failed.
     """
     _check_packages()
-    model = make_demo_model(cache_folder() / "smollm2-135m-instruct")
-    text = make_demo_text(cache_folder() / "text")
+    model = make_demo_model()
+    text = make_demo_text()
     parameters = make_parameters(
         model=str(model),
         recipe=RECIPE,
         dialect=DIALECT,
         calib=str(text.calibration),
-        samples=SAMPLES,
+        samples=samples,
         nproc=nproc,
         target=str(folder / "smollm2-135m-fp8"),
         workspace=str(folder / "workspace"),
     )
-    before = measure(model, text.heldout)
+    before = measure(model, text.heldout, tokens=tokens)
     summary = run(parameters)
-    after = measure(Path(summary["address"]), text.heldout)
+    after = measure(Path(summary["address"]), text.heldout, tokens=tokens)
     return Demo(before, after, summary)
 
 
-def measure(model: Path, heldout: Path) -> Measured:
+def measure(model: Path, heldout: Path, *, tokens: int) -> Measured:
     """Ask a checkpoint in a process of its own, with transformers.
 
     Raises:
@@ -94,7 +103,7 @@ def measure(model: Path, heldout: Path) -> Measured:
     """
     log.info("asking %s", model)
     options = ["--prompt", PROMPT, "--heldout", str(heldout)]
-    numbers = ["--tokens", str(HELDOUT_TOKENS), "--new-tokens", str(NEW_TOKENS)]
+    numbers = ["--tokens", str(tokens), "--new-tokens", str(NEW_TOKENS)]
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "distribute.ask", str(model), *options, *numbers],
         stdin=subprocess.DEVNULL,
