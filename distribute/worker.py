@@ -30,7 +30,10 @@ def main(argv: list[str]) -> int:
             run_stage(job, ranks)
     except Exception as error:  # the border: whatever it is goes into the error file
         _write_error(Path(job.folder), rank, error)
-        traceback.print_exc()
+        if isinstance(error, UserError):
+            log.error("%s", error)  # a traceback would hide the sentence that helps
+        else:
+            log.exception("rank %d failed", rank)
         return error.exit_code if isinstance(error, NogatherError) else 1
     return 0
 

@@ -24,6 +24,12 @@ from infra.release import RECEIPT, LocalFile, stale_names
 _CHUNK_BYTES = 4 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
+#: What the user can mend: no permission, no such place, no room.
+UNUSABLE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL,
+    errno.ENOSPC, errno.EDQUOT,
+)  # fmt: skip
+
 
 class FolderTarget:
     """Publishes into `folder`, an absolute path that need not exist. See `infra.storage.Target`."""
@@ -180,7 +186,7 @@ class FolderTarget:
         try:
             yield
         except OSError as error:
-            kind = TargetError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StageError
+            kind = TargetError if error.errno in UNUSABLE else StageError
             raise kind(f"cannot {action} {self.folder}: {error.strerror or error}") from error
 
 

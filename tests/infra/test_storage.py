@@ -211,6 +211,8 @@ def test_a_foreign_folder_is_refused_unless_overwrite(tmp_path: Path, make_files
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for address in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TargetError, match="cannot write to /proc/nogather"):
+            open_target("/proc/nogather").preflight()
         with pytest.raises(TargetError, match="is a file"):
             open_target(str(address)).preflight()
 
