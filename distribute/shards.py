@@ -128,7 +128,7 @@ def write_index(folder: Path, placed: Sequence[Placed]) -> None:
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def sha256(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None, chunk: int = 1 << 23) -> str:
+def sha256(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None, chunk: int = 1 << 20) -> str:
     """sha256 of a file, read in `chunk` bytes; `on_bytes` is told of each chunk."""
     digest = hashlib.sha256()
     buffer = bytearray(chunk)

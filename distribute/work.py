@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-#: Source bytes that a rank holds at once; an encoded piece and its temporaries are a few times that.
-PIECE_BYTES = 32 << 20
+#: Source bytes that a rank holds at once: small enough that buffers are reused and stay in the cache.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
