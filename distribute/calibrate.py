@@ -41,7 +41,8 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             samples = _read_samples(job)
     quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
     weights = [f"{module}.weight" for module in quantized]
-    weight_absmax = scan(checkpoint, weights, ranks, workspace=folder, progress=progress)
+    per_row = recipe.scheme.weights.granularity == "channel"
+    weight_absmax = scan(checkpoint, weights, ranks, per_row=per_row, workspace=folder, progress=progress)
     report: dict[str, Any] = {"samples": 0, "tokens": 0}
     warnings: list[str] = list(checkpoint.warnings)
     observation: Observation | None = None

@@ -9,15 +9,15 @@
 A wave is as many files as there are ranks, so that sealing is shared too. A rerun skips sealed files.
 """
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from distribute.errors import StageError
 from distribute.job import Job, Progress, read_json, write_json
@@ -35,7 +35,7 @@ from distribute.shards import (
     write_range,
 )
 from distribute.source import Checkpoint
-from distribute.tensors import DTYPES, byte_range, read_entry, read_exactly, to_bytes
+from distribute.tensors import DTYPES, TensorFile, byte_range, read_entry, read_exactly, to_bytes
 from distribute.work import PIECE_BYTES, Piece, cut, share
 
 PARTIAL = "checkpoint.partial"
@@ -49,19 +49,22 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     Returns:
         figures: files, bytes, and how many files an earlier attempt had finished.
     """
-    folder = Path(job.folder)
-    if (folder / FINAL).exists():
-        return _figures(read_json(folder / "files.json"), reused=True)
-    plan = Plan.read(Path(job.inputs["plan"]) / "plan.json")
-    values = load_file(Path(job.inputs["plan"]) / "plan.safetensors")
-    checkpoint = Checkpoint.open(job.source)
-    plan.check_source(checkpoint)
+    folder, plan_folder = Path(job.folder), Path(job.inputs["plan"])
     partial = folder / PARTIAL
+    sealed: list[str] = []
     with ranks.together("prepare"):
-        sealed = _resume(folder, plan) if ranks.is_first else {}
-    sealed = ranks.share(sealed)
+        plan = Plan.read(plan_folder / "plan.json")
+        values = TensorFile(plan_folder / "plan.safetensors")
+        checkpoint = Checkpoint.open(job.source)
+        plan.check_source(checkpoint)
+        digest = plan_digest(plan_folder)
+        if ranks.is_first:
+            sealed = list(_resume(folder, digest))
+        sealed = ranks.share(sealed)
     todo = [file for file in plan.files if file.name not in sealed]
-    progress.start("export", sum(piece.nbytes for _, piece in _own_pieces(plan, todo, ranks)), "bytes")
+    own = sum(piece.nbytes for _, piece in _own_pieces(plan, todo, ranks))
+    hashed = sum(file.size for wave in _waves(todo, ranks.world) for file in wave[ranks.rank :: ranks.world])
+    progress.start("export", own + hashed, "bytes")
     for wave in _waves(todo, ranks.world):
         with ranks.together("prepare"):
             if ranks.is_first:
@@ -70,11 +73,18 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             encode_files(partial, plan, wave, ranks, checkpoint=checkpoint, values=values, progress=progress)
         with ranks.together("seal"):
             for file in wave[ranks.rank :: ranks.world]:
-                _seal(folder, plan, file)
+                _seal(folder, digest, file, progress)
     with ranks.together("commit"):
         if ranks.is_first:
-            commit(folder, plan, checkpoint)
-    return _figures(read_json(folder / "files.json"), reused=False) | {"files_resumed": len(sealed)}
+            commit(folder, plan, checkpoint, digest)
+    files = read_json(folder / "files.json")
+    return {"files": len(files), "bytes": sum(file["size"] for file in files), "files_resumed": len(sealed)}
+
+
+def plan_digest(folder: Path) -> str:
+    """Names plan and values together; finished files of another plan are not reused."""
+    parts = [sha256(folder / name) for name in ("plan.json", "plan.safetensors")]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def prepare(partial: Path, plan: Plan, files: Sequence[ShardFile]) -> None:
@@ -95,7 +105,7 @@ def encode_files(
     ranks: Ranks,
     *,
     checkpoint: Checkpoint,
-    values: Mapping[str, torch.Tensor],
+    values: TensorFile,
     progress: Progress,
 ) -> None:
     """Write this rank's share of the given files, then flush them to the disk. Called by all ranks."""
@@ -117,14 +127,14 @@ def encode_piece(
     output: Output,
     rows: range | None,
     checkpoint: Checkpoint,
-    values: Mapping[str, torch.Tensor],
+    values: TensorFile,
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[int, bytes | memoryview]:
     """(absolute offset in the file, bytes) of the given rows of an output tensor; `dtype` is the model's."""
     if output.codec == VALUE:
-        return output.begin, to_bytes(values[output.name])
+        return output.begin, to_bytes(values.read(output.name))
     assert output.source is not None, output
     entry = checkpoint.tensors[output.source]
     if output.codec == COPY:
@@ -135,17 +145,17 @@ def encode_piece(
         return output.begin + begin - entry.begin, memoryview(buffer)
     assert output.scale is not None and rows is not None, output
     codec = CODECS[output.codec]
-    scale = codec.scale_of_rows(values[output.scale], rows)
+    scale = values.read(output.scale, rows if codec.per_row else None)
     weight = read_entry(checkpoint.folder, entry, rows).to(device=device, dtype=dtype)
     codes = codec.encode(weight, scale.to(device))
     per_row = (output.end - output.begin) // output.shape[0]
     return output.begin + rows.start * per_row, to_bytes(codes)
 
 
-def commit(folder: Path, plan: Plan, checkpoint: Checkpoint) -> None:
+def commit(folder: Path, plan: Plan, checkpoint: Checkpoint, digest: str) -> None:
     """Make the checkpoint visible by one rename. Called by rank 0 when every file is sealed."""
     partial = folder / PARTIAL
-    records = _sealed(folder, plan)
+    records = _sealed(folder, digest)
     missing = [file.name for file in plan.files if file.name not in records]
     if missing:
         raise StageError(f"not sealed: {', '.join(missing)}")
@@ -198,20 +208,28 @@ def _waves(files: Sequence[ShardFile], world: int) -> list[Sequence[ShardFile]]:
     return [files[start : start + world] for start in range(0, len(files), world)]
 
 
-def _seal(folder: Path, plan: Plan, file: ShardFile) -> None:
+def _seal(folder: Path, digest: str, file: ShardFile, progress: Progress) -> None:
     path = folder / PARTIAL / file.name
-    digest = sha256(path)
+    content = sha256(path, on_bytes=progress.advance)
     stat = path.stat()
-    record = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest, "plan": plan.digest}
+    record = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": content, "plan": digest}
     write_json(folder / SEALED / f"{file.name}.json", {"name": file.name, **record})
 
 
-def _resume(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Records of sealed files; everything else that an earlier attempt left is removed."""
-    records = _sealed(folder, plan)
-    for made in (folder / PARTIAL, folder / SEALED):
-        made.mkdir(parents=True, exist_ok=True)
-    for path in (folder / PARTIAL).iterdir():
+def _resume(folder: Path, digest: str) -> dict[str, dict[str, Any]]:
+    """Records of sealed files; everything else that an earlier attempt left is removed. Rank 0.
+
+    A checkpoint that was published already is taken back: whoever starts this stage again has a reason not to
+    trust it. Its sealed files cost nothing, the rest is written anew.
+    """
+    partial, final = folder / PARTIAL, folder / FINAL
+    if final.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        final.rename(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    (folder / SEALED).mkdir(exist_ok=True)
+    records = _sealed(folder, digest)
+    for path in partial.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name not in records:
@@ -219,18 +237,14 @@ def _resume(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
     return records
 
 
-def _sealed(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+def _sealed(folder: Path, digest: str) -> dict[str, dict[str, Any]]:
     """Records of the files that an attempt at this very plan has finished and nobody has touched since."""
     records = {}
     for path in (folder / SEALED).glob("*.json"):
         record = read_json(path)
         file = folder / PARTIAL / record["name"]
-        if record["plan"] == plan.digest and file.is_file():
+        if record["plan"] == digest and file.is_file():
             stat = file.stat()
             if (stat.st_size, stat.st_mtime_ns) == (record["size"], record["mtime_ns"]):
                 records[record["name"]] = record
     return records
-
-
-def _figures(files: list[dict[str, Any]], *, reused: bool) -> dict[str, Any]:
-    return {"files": len(files), "bytes": sum(file["size"] for file in files), "already_complete": reused}

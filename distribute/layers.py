@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.(?P<leaf>\w+)$")
 _NUMBERED = re.compile(r"^(?P<prefix>\D*?)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What happens to one module, and why."""
 

@@ -11,30 +11,43 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from distribute.source import Checkpoint, is_inside
+from distribute.source import INDEX_NAME, Checkpoint, is_inside
 
-#: File names (any folder) that never travel.
-LEFT_BEHIND = (
+#: Weights in any form, and what belongs to them: never travels, in no folder.
+WEIGHTS = (
     "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data",
-    "*.ot", "*.tflite", "*.npz", "*.index.json", "*.tmp", "*.lock", "*.pkl", "*.pickle",
+    "*.ot", "*.tflite", "*.npz", "*.index.json", "*.pkl", "*.pickle", "*.tmp", "*.lock", "adapter_*", "consolidated*",
+)  # fmt: skip
+#: Files of the checkpoint itself that export writes, or that an older export or tool left.
+OWN_FILES = (
     "config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json",
     "quant_log.csv", "recipe.yaml", "recipe.yml", "receipt.json",
 )  # fmt: skip
 #: Folders that hold a second copy of the weights.
-LEFT_FOLDERS = ("original", "onnx", "gguf", "coreml", "openvino")
+SECOND_COPIES = ("original", "onnx", "gguf", "coreml", "openvino")
+JSON_FILES = ("config.json", "hf_quant_config.json", INDEX_NAME)
 
 
 def side_files(folder: Path) -> list[str]:
     """Relative names (posix) of the files that go along, sorted. Links that lead outside the folder do not."""
-    names = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        parts = name.split("/")
-        if any(part.startswith(".") for part in parts) or (parts[0] in LEFT_FOLDERS and len(parts) > 1):
-            continue
-        if path.is_file() and is_inside(folder, name) and not any(fnmatch(parts[-1], p) for p in LEFT_BEHIND):
-            names.append(name)
-    return names
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if _travels(name) and is_inside(folder, name)]
+
+
+def checkpoint_files(folder: Path) -> list[str]:
+    """Relative names of all that makes up a written checkpoint: weights, its JSON files and side files, sorted."""
+    weights = {entry.file for entry in Checkpoint.open(folder).tensors.values()}
+    return sorted({*weights, *(name for name in JSON_FILES if (folder / name).is_file()), *side_files(folder)})
+
+
+def _travels(name: str) -> bool:
+    *folders, _ = parts = name.split("/")
+    if any(part.startswith(".") for part in parts) or (folders and folders[0] in SECOND_COPIES):
+        return False
+    if any(fnmatch(part, pattern) for part in parts for pattern in WEIGHTS):
+        return False
+    return bool(folders) or name not in OWN_FILES
 
 
 def copy_side_files(source: Path, target: Path) -> list[str]:

@@ -4,12 +4,9 @@ A function of source headers, recipe and shard size alone: no weights, no ranks,
 statistics decide (scales) lie beside it in plan.safetensors under the names of their output tensors.
 """
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ class _Origin:
     scale: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Output(Placed):
     """One tensor of the checkpoint. `source`: tensor it is made of; `scale`: output tensor that holds its scale."""
 
@@ -62,11 +59,6 @@ class Plan:
     config_changes: dict[str, Any]
     json_files: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
-
-    @cached_property
-    def digest(self) -> str:
-        """Names this plan; finished files of another plan are not reused."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +137,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
     ]
     origins = {spec[0]: origin for spec, origin in parts}
     files, placed = plan_files([spec for spec, _ in parts], max_shard_bytes)
-    outputs = [Output(**vars(tensor), **asdict(origins[tensor.name])) for tensor in placed]
+    outputs = [_join(tensor, origins[tensor.name]) for tensor in placed]
     return Plan(
         recipe=recipe,
         source_digest=checkpoint.digest(),
@@ -170,6 +162,11 @@ def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) 
             return CONFIG_DTYPES[named]
     first = next(module for module, decision in decisions.items() if decision.action == QUANTIZE)
     return checkpoint.tensors[f"{first}.weight"].dtype
+
+
+def _join(placed: Placed, origin: _Origin) -> Output:
+    place = (placed.name, placed.dtype, placed.shape, placed.file, placed.begin, placed.end)
+    return Output(*place, origin.codec, origin.source, origin.scale)
 
 
 def _outputs_of(
@@ -202,7 +199,7 @@ def _json_blocks(
     plain = [module for module, decision in decisions.items() if decision.action != QUANTIZE]
     embeddings = [module for module in plain if f"{module}.weight".endswith(EMBEDDING_SUFFIXES)]
     linears = {module for module in plain if module not in embeddings}
-    kept = sorted(linears | implied_modules(checkpoint.config, decisions))
+    kept = sorted(linears | implied_modules(checkpoint.tensors))
     block = dialect.quantization_config(quantized, kept, recipe.scheme, embeddings=embeddings)
     extra = dialect.extra_files(quantized, kept, recipe.scheme, embeddings=embeddings)
     return {"config_changes": {"quantization_config": block}, "json_files": extra}

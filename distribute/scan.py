@@ -4,6 +4,7 @@ Runs before anything expensive. A weight with a NaN or an Inf would become a hea
 integer or fp8 code, so it stops the run.
 """
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from distribute.source import Checkpoint
 from distribute.tensors import read_tensor
 from distribute.work import Piece, cut, share
 
+#: Measurements of one tensor by the first row that they cover.
+Rows = dict[str, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -32,12 +36,18 @@ class _Found:
 
 
 def scan(
-    checkpoint: Checkpoint, measured: Collection[str], ranks: Ranks, *, workspace: Path, progress: Progress
+    checkpoint: Checkpoint,
+    measured: Collection[str],
+    ranks: Ranks,
+    *,
+    per_row: bool,
+    workspace: Path,
+    progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    """Check every float tensor and measure the rows of the `measured` weights. Called by all ranks.
+    """Check every float tensor and measure the `measured` weights. Called by all ranks.
 
     Returns:
-        on rank 0: row-wise absolute maximum, fp32 [rows], by tensor name; empty on the other ranks.
+        on rank 0: absolute maximum by tensor name, fp32 [rows], or [1] unless `per_row`; empty on the other ranks.
 
     Raises:
         SourceError: a tensor holds NaN or Inf; names it, counts them and gives the first index.
@@ -47,19 +57,21 @@ def scan(
     own = share(pieces, ranks.world)[ranks.rank]
     progress.start("scan weights", sum(piece.nbytes for piece in own), "bytes")
     found: list[dict[str, Any]] = []
-    rows: dict[str, torch.Tensor] = {}
+    rows: dict[str, Rows] = defaultdict(dict)
     with ranks.together("scan"):
         for piece in own:
             found += _check(checkpoint, piece, measured, rows, ranks.device)
             progress.advance(piece.nbytes)
-    gathered = ranks.gather({"found": found, "rows": rows}, workspace)
+        if not per_row:
+            rows = {name: _largest(parts) for name, parts in rows.items()}
+    gathered = ranks.gather({"found": found, "rows": dict(rows)}, workspace)
     merged: dict[str, torch.Tensor] = {}
     with ranks.together("scan"):
         if ranks.is_first:
             _refuse(
                 [_Found(**(fault | {"first": tuple(fault["first"])})) for part in gathered for fault in part["found"]]
             )
-            merged = _merge(checkpoint, measured, [part["rows"] for part in gathered])
+            merged = _merge([part["rows"] for part in gathered], per_row=per_row)
     return merged
 
 
@@ -67,12 +79,12 @@ def _check(
     checkpoint: Checkpoint,
     piece: Piece,
     measured: Collection[str],
-    rows: dict[str, torch.Tensor],
+    rows: dict[str, Rows],
     device: torch.device,
 ) -> list[dict[str, Any]]:
     tensor = read_tensor(checkpoint, piece.name, piece.rows).to(device)
     if piece.name in measured and piece.rows is not None:
-        part = rows[f"{piece.name}@{piece.rows.start}"] = rows_absmax(tensor).cpu()
+        part = rows[piece.name][str(piece.rows.start)] = rows_absmax(tensor).cpu()
         if bool(torch.isfinite(part).all()):
             return []
     counted = count_nonfinite(tensor)
@@ -100,12 +112,16 @@ def _refuse(found: list[_Found]) -> None:
     )
 
 
-def _merge(
-    checkpoint: Checkpoint, measured: Collection[str], parts: list[dict[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    merged = {name: torch.empty(checkpoint.tensors[name].shape[0]) for name in sorted(measured)}
+def _merge(parts: list[dict[str, Rows]], *, per_row: bool) -> dict[str, torch.Tensor]:
+    """The measurements of all ranks, in the order of rows; or the largest of each tensor, [1]."""
+    pieces: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for part in parts:
-        for key, values in part.items():
-            name, _, start = key.rpartition("@")
-            merged[name][int(start) : int(start) + len(values)] = values
-    return merged
+        for name, found in part.items():
+            pieces[name] |= {int(start): values for start, values in found.items()}
+    rows = {name: torch.cat([found[start] for start in sorted(found)]) for name, found in sorted(pieces.items())}
+    return rows if per_row else {name: values.max().reshape(1) for name, values in rows.items()}
+
+
+def _largest(found: Rows) -> Rows:
+    """One number [1] in place of one a row: what per tensor scales need, and far less to send."""
+    return {min(found, key=int): torch.cat(list(found.values())).max().reshape(1)}

@@ -25,7 +25,7 @@ METADATA = {"format": "pt"}
 _DTYPE_ORDER = {dtype: position for position, dtype in enumerate(ITEMSIZE)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A tensor with its place: `begin` and `end` are absolute byte offsets in `file`."""
 

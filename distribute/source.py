@@ -39,7 +39,7 @@ HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output_layer.weight")
 EMBEDDING_SUFFIXES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where one tensor lies. `begin` and `end` are absolute byte offsets in `file` (relative to the folder)."""
 
@@ -118,6 +118,8 @@ class Checkpoint:
             return ()
         heads = [name for name in self.tensors if name.endswith(HEAD_SUFFIXES)]
         embeddings = [name for name in self.tensors if name.endswith(EMBEDDING_SUFFIXES)]
+        if not embeddings:
+            return ()  # the head is the only copy
         for head in heads:
             if not any(_same_data(self, head, embedding) for embedding in embeddings):
                 raise SourceError(
@@ -174,7 +176,11 @@ def read_entries(folder: Path, file: str) -> list[TensorEntry]:
     header, data = read_header(path)
     size = path.stat().st_size
     entries = [_entry(file, name, fields, data) for name, fields in header.items() if name != "__metadata__"]
-    end = max((entry.end for entry in entries), default=data)
+    end = data
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != end:
+            raise SourceError(f"{file}: its header leaves a gap or an overlap at byte {end}")
+        end = entry.end
     if end > size:
         raise SourceError(f"{file}: truncated, {size} of {end} bytes")
     return entries
@@ -193,8 +199,10 @@ def is_inside(folder: Path, name: str) -> bool:
 
 def _entry(file: str, name: str, fields: Any, data: int) -> TensorEntry:
     try:
-        dtype, shape, (begin, end) = fields["dtype"], tuple(map(int, fields["shape"])), fields["data_offsets"]
+        dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         expected = prod(shape) * ITEMSIZE[dtype]
+        if not all(type(number) is int for number in (*shape, begin, end)):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise SourceError(f"{file}: the entry of {name!r} is damaged or of an unknown dtype: {fields}") from None
     if not 0 <= begin <= end or end - begin != expected or min(shape, default=0) < 0:
@@ -273,8 +281,10 @@ def _stray_weights(folder: Path, files: Iterable[str]) -> list[str]:
 
 def _quantized_form(checkpoint: Checkpoint) -> str:
     block = checkpoint.config.get("quantization_config") or text_config(checkpoint.config).get("quantization_config")
-    if isinstance(block, dict):
-        return ", ".join(str(block[key]) for key in ("quant_method", "quant_algo", "format", "fmt") if block.get(key))
+    if block:
+        keys = ("quant_method", "quant_algo", "format", "fmt")
+        known = isinstance(block, dict) and [block[key] for key in keys if key in block]
+        return ", ".join(map(str, known or ["quantization_config in config.json"]))
     if (checkpoint.folder / "hf_quant_config.json").exists():
         return "hf_quant_config.json"
     for entry in checkpoint.tensors.values():

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from distribute.checks import check_folder
 from distribute.errors import NogatherError, VerifyError
 from distribute.export import FINAL
 from distribute.job import Job, Progress, read_json, write_json
 from distribute.numerics.fp8 import CODECS
+from distribute.passthrough import checkpoint_files
 from distribute.plan import COPY, VALUE, Output, Plan
 from distribute.ranks import Ranks
 from distribute.shards import sha256
 from distribute.source import Checkpoint, TensorEntry, read_entries
-from distribute.tensors import DTYPES, read_entry, to_bytes
+from distribute.tensors import DTYPES, TensorFile, read_entry, to_bytes
 from distribute.work import Piece, cut, share
 
 Faults = list[str]
@@ -40,7 +40,7 @@ class _Subject:
     folder: Path
     files: list[dict[str, Any]]  # name, size, sha256 as export recorded them
     plan: Plan
-    values: dict[str, torch.Tensor]
+    values: TensorFile
     source: Checkpoint
 
 
@@ -57,14 +57,15 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
         folder=export_folder / FINAL,
         files=read_json(export_folder / "files.json"),
         plan=Plan.read(plan_folder / "plan.json"),
-        values=load_file(plan_folder / "plan.safetensors"),
+        values=TensorFile(plan_folder / "plan.safetensors"),
         source=Checkpoint.open(job.source),
     )
     own: dict[str, Any] = {}
     with ranks.together("verify"):
         headers = ranks.share(header_faults(subject.folder, subject.plan) if ranks.is_first else None)
         files = subject.files[ranks.rank :: ranks.world]
-        own = {"sha256": _hash_faults(subject.folder, files)}
+        progress.start("hash", sum(file["size"] for file in files), "bytes")
+        own = {"sha256": _hash_faults(subject.folder, files, progress)}
         own |= _compare(subject, ranks, progress, skip=headers.keys())
     parts = ranks.gather(own, None)
     checks: dict[str, Faults] = {}
@@ -72,7 +73,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
         if ranks.is_first:
             checks, tensors = _judge(subject, headers, parts)
             _write_report(Path(job.folder), checks, subject.files, tensors)
-            _refuse(checks)
+            _refuse(checks, export_folder)
             return _figures(subject.files, tensors)
     return {}
 
@@ -88,29 +89,28 @@ def _verify_folder(job: Job, ranks: Ranks) -> dict[str, Any]:
             folder = Path(job.source)
             checks = check_folder(folder)
             files = [
-                {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
-                for path in sorted(folder.iterdir())
-                if path.is_file()
+                {"name": name, "size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+                for name in checkpoint_files(folder)
             ]
             _write_report(Path(job.folder), checks, files, [])
-            _refuse(checks)
+            _refuse(checks, folder)
             return _figures(files, [])
     return {}
 
 
-def _hash_faults(folder: Path, files: list[dict[str, Any]]) -> Faults:
+def _hash_faults(folder: Path, files: list[dict[str, Any]], progress: Progress) -> Faults:
     faults = []
     for record in files:
         path = folder / record["name"]
         if not path.is_file():
             faults.append(f"{record['name']} is missing")
-        elif path.stat().st_size != record["size"] or sha256(path) != record["sha256"]:
+        elif path.stat().st_size != record["size"] or sha256(path, on_bytes=progress.advance) != record["sha256"]:
             faults.append(f"{record['name']} is not what export wrote: size or sha256 differs")
     return faults
 
 
 def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Collection[str]) -> dict[str, Any]:
-    """This rank's share of the comparison with the source: sums of squares by tensor, and tensors that differ.
+    """This rank's share of the comparison with the source: sums of squares by tensor, and pieces that differ.
 
     Files in `skip` have damaged headers: their bytes mean nothing.
     """
@@ -127,18 +127,20 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
             if to_bytes(written) != to_bytes(_expected(subject, output, piece)):
                 differ.append(f"{output.name} differs from its {'source' if output.codec == COPY else 'plan'}")
         else:
-            signal, noise = _power(subject, output, piece, written, ranks.device)
+            same, signal, noise = _decode(subject, output, piece, written, ranks.device)
+            if not same:
+                differ.append(f"{output.name} differs from its source coded again, in rows {_span(piece)}")
             power[output.name][0] += signal
             power[output.name][1] += noise
         progress.advance(piece.nbytes)
-    return {"copies": differ, "power": dict(power)}
+    return {"content": differ, "power": dict(power)}
 
 
 def _cut(output: Output) -> list[Piece]:
     size = output.end - output.begin
     if output.codec == VALUE:
         return [Piece(output.name, None, size)]
-    return list(cut(output.name, output.shape, size, piece_bytes=COMPARED_BYTES))
+    return list(cut(output.name, output.shape, size))
 
 
 def _entry(output: Output) -> TensorEntry:
@@ -147,26 +149,36 @@ def _entry(output: Output) -> TensorEntry:
 
 def _expected(subject: _Subject, output: Output, piece: Piece) -> torch.Tensor:
     if output.codec == VALUE:
-        return subject.values[output.name]
+        return subject.values.read(output.name)
     assert output.source is not None
     return read_entry(subject.source.folder, subject.source.tensors[output.source], piece.rows)
 
 
-def _power(
+def _decode(
     subject: _Subject, output: Output, piece: Piece, codes: torch.Tensor, device: torch.device
-) -> tuple[float, float]:
-    """(sum w², sum (w - ŵ)²) over the rows of a piece, in fp64 sums of fp32 values."""
-    assert output.source is not None and output.scale is not None and piece.rows is not None
-    entry = subject.source.tensors[output.source]
-    weight = read_entry(subject.source.folder, entry, piece.rows).to(
-        device=device, dtype=DTYPES[subject.plan.model_dtype]
-    )
-    codec = CODECS[output.codec]
-    scale = codec.scale_of_rows(subject.values[output.scale], piece.rows).to(device)
-    weight = weight.to(torch.float32)
-    error = codec.decode(codes.to(device), scale).sub_(weight)
-    signal, noise = (x.square_().sum(dtype=torch.float64).item() for x in (weight, error))
-    return signal, noise
+) -> tuple[bool, float, float]:
+    """Whether the source coded again gives these codes; sum w² and sum (w - ŵ)² in fp64 sums of fp32 values."""
+    assert output.source is not None and output.scale is not None and piece.rows is not None, output
+    entry, codec = subject.source.tensors[output.source], CODECS[output.codec]
+    scale = subject.values.read(output.scale, piece.rows if codec.per_row else None).to(device)
+    source = read_entry(subject.source.folder, entry, piece.rows)
+    same, signal, noise = True, 0.0, 0.0
+    for block in cut(piece.name, codes.shape, codes.numel(), piece_bytes=COMPARED_BYTES):
+        assert block.rows is not None
+        rows = slice(block.rows.start, block.rows.stop)
+        weight = source[rows].to(device=device, dtype=DTYPES[subject.plan.model_dtype])
+        own_scale, own_codes = codec.scale_of_rows(scale, block.rows), codes[rows].to(device)
+        again = codec.encode(weight, own_scale)
+        same = same and torch.equal(again.view(torch.uint8), own_codes.view(torch.uint8))
+        exact = weight.to(torch.float32)
+        error = codec.decode(own_codes, own_scale).sub_(exact)
+        signal += exact.square_().sum(dtype=torch.float64).item()
+        noise += error.square_().sum(dtype=torch.float64).item()
+    return same, signal, noise
+
+
+def _span(piece: Piece) -> str:
+    return f"{piece.rows.start} to {piece.rows.stop - 1}" if piece.rows else "all"
 
 
 def _judge(
@@ -177,7 +189,7 @@ def _judge(
         "headers": [f"{file}: {fault}" for file, faults in headers.items() for fault in faults],
         "sha256": [fault for part in parts for fault in part["sha256"]],
         "folder": _folder_faults(subject),
-        "copies": [fault for part in parts for fault in part["copies"]],
+        "content": [fault for part in parts for fault in part["content"]],
     }
     try:
         checks |= check_folder(subject.folder)
@@ -202,7 +214,7 @@ def _judge(
     checks["reconstruction"] = [
         f"{name} is not what its source was: SQNR {sqnr_db(signal, noise)} dB, at least {MIN_SQNR_DB} is expected"
         for name, (signal, noise) in power.items()
-        if not math.isfinite(noise) or (sqnr_db(signal, noise) or math.inf) < MIN_SQNR_DB
+        if not noise <= signal * 10 ** (-MIN_SQNR_DB / 10)  # not <=: a NaN is a fault
     ]
     return checks, tensors
 
@@ -243,11 +255,14 @@ def _write_report(
     write_json(folder / "verify.json", report)
 
 
-def _refuse(checks: dict[str, Faults]) -> None:
+def _refuse(checks: dict[str, Faults], folder: Path) -> None:
     faults = [f"{name}: {fault}" for name, found in checks.items() for fault in found]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise VerifyError(f"the checkpoint is not as it should be: {'; '.join(faults[:3])}{more}")
+        raise VerifyError(
+            f"the checkpoint is not as it should be: {'; '.join(faults[:3])}{more}; "
+            f"remove {folder} and run again to export it anew"
+        )
 
 
 def _figures(files: list[dict[str, Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 PIECE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Rows of one tensor: the unit of work. `rows` is None for a tensor that is not cut (0-dim or empty)."""
 

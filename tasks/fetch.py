@@ -25,6 +25,7 @@ from distribute.errors import DataError, SourceError, StageError, UserError
 from distribute.passthrough import side_files
 from distribute.source import Checkpoint
 from infra.redact import scrub
+from infra.release import is_safe_name
 from tasks.manifest import sha256_of
 from tasks.run import DataFile, Source
 
@@ -117,6 +118,8 @@ def _name_content(address: str, folder: Path) -> Source:
     checkpoint = Checkpoint.open(folder)
     digest = hashlib.sha256(checkpoint.digest().encode())
     for name in side_files(folder):
+        if not is_safe_name(name):
+            raise SourceError(f"{folder} holds a file named {name!r}, which cannot be published; rename or remove it")
         digest.update(f"\0{name}\0{sha256_of(folder / name)}".encode())
     return Source(address, folder, digest.hexdigest())
 

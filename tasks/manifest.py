@@ -80,7 +80,8 @@ def explain_absence(step: Step) -> str:
 
 def clear(folder: Path, *, artifacts: bool) -> None:
     """Make a stage's folder ready for another attempt; `artifacts` says whether what was made goes too."""
-    for path in list(folder.iterdir()):
+    # The manifest goes last: a kill in between must not leave half of the artifacts without a word.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == NAME):
         if _is(path.name, CLEARED) or (artifacts and not _is(path.name, KEPT)):
             if path.is_dir():
                 shutil.rmtree(path)

@@ -5,9 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
-from distribute.errors import WorkspaceError
+from distribute.errors import TargetError, WorkspaceError
 from distribute.plan import Plan, make_plan
 from distribute.source import Checkpoint
+from infra.folder import FolderTarget
+from infra.storage import open_target
 from tasks.calibrate import calibrate_step
 from tasks.export import export_step
 from tasks.run import Run
@@ -41,10 +43,12 @@ def check_run(run: Run) -> None:
     """Plan the checkpoint without weights and see whether it fits on the disk.
 
     Raises:
+        WorkspaceError, TargetError: a folder lies where it would do harm; see `check_places`.
         SourceError, RecipeError: the source cannot be quantized in this way.
         DataError: text is needed and missing.
         WorkspaceError: there is not enough room.
     """
+    check_places(run)
     plan = plan_run(run)
     calibrate_step(run)
     check_space(export_step(run).folder, plan.nbytes)
@@ -58,6 +62,26 @@ def check_run(run: Run) -> None:
         format_size(plan.nbytes),
         len(plan.files),
     )
+
+
+def check_places(run: Run) -> None:
+    """Keep what is written out of the source: it would replace the source, or be exported as a part of it.
+
+    Raises:
+        WorkspaceError: the workspace lies in the source folder.
+        TargetError: a local target is, holds or lies in the source folder.
+    """
+    source = run.source.folder.resolve()
+    if run.workspace.resolve().is_relative_to(source):
+        raise WorkspaceError(
+            f"workspace {run.workspace} lies in the source {source}, so its files would become part of the "
+            "checkpoint; choose another with --workspace"
+        )
+    target = open_target(run.target, overwrite=run.overwrite) if run.target else None
+    if isinstance(target, FolderTarget) and (
+        target.folder.is_relative_to(source) or source.is_relative_to(target.folder)
+    ):
+        raise TargetError(f"target {target.folder} would overwrite the source {source}; choose another folder")
 
 
 def plan_run(run: Run) -> Plan:

@@ -1,14 +1,14 @@
 """What a dialect says about a checkpoint: tensors of a quantized linear layer, and who shares a scale. Torch-free."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal, Protocol
 
 from distribute.layers import FUSED_LEAVES, Expert, expert_of, natural_key
 from distribute.recipe import Scheme
-from distribute.source import is_tied
+from distribute.source import HEAD_SUFFIXES
 
 Role = Literal["weight", "weight_scale", "input_scale"]
 #: A set of modules that end up with one value; two or more names, in natural order.
@@ -66,9 +66,12 @@ class Dialect(Protocol):
         """Further JSON files by name, each to be written with `indent=4`."""
 
 
-def implied_modules(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
-    """Linear layers that a loader builds although no tensor of theirs is stored: the head of tied embeddings."""
-    return frozenset({"lm_head"}) - frozenset(modules) if is_tied(config) else frozenset()
+def implied_modules(tensors: Iterable[str]) -> frozenset[str]:
+    """Linear layers that a loader builds although no tensor of theirs is stored: the head of tied embeddings.
+
+    Decided by what is stored: a config.json may leave the flag to the default of its model class.
+    """
+    return frozenset() if any(name.endswith(HEAD_SUFFIXES) for name in tensors) else frozenset({"lm_head"})
 
 
 def expert_input_groups(modules: Iterable[str]) -> tuple[Group, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from distribute import export
 from distribute.checks import check_folder
@@ -172,12 +172,39 @@ def test_a_sealed_file_that_was_touched_is_written_again(
     assert digests(folder / "checkpoint") == expected
 
 
-def test_a_finished_export_is_not_made_again(source: Path, tmp_path: Path) -> None:
+def test_weights_of_a_finished_export_are_not_written_again_and_the_rest_is(
+    source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
     job = _job(source, tmp_path)
     _export_alone(job)
-    before = {path: path.stat().st_mtime_ns for path in (Path(job.folder) / "checkpoint").iterdir()}
+    weights = list((Path(job.folder) / "checkpoint").glob("*.safetensors"))
+    before = {path: path.stat().st_mtime_ns for path in weights}
+    (Path(job.folder) / "checkpoint" / "config.json").write_text("{}")
     _export_alone(job)
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path: path.stat().st_mtime_ns for path in weights} == before
+    assert digests(Path(job.folder) / "checkpoint") == expected
+
+
+def test_a_finished_export_that_was_altered_is_made_again(
+    source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    job = _job(source, tmp_path)
+    _export_alone(job)
+    damaged = next((Path(job.folder) / "checkpoint").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"\x55" * 4)
+    _export_alone(job)
+    assert digests(Path(job.folder) / "checkpoint") == expected
+
+
+def test_files_of_a_plan_with_other_scales_are_not_resumed(source: Path, tmp_path: Path) -> None:
+    job = _job(source, tmp_path)
+    _export_alone(job)
+    values = load_file(Path(job.inputs["plan"]) / "plan.safetensors")
+    save_file({name: value * 2 for name, value in values.items()}, Path(job.inputs["plan"]) / "plan.safetensors")
+    _export_alone(job)
+    written = Checkpoint.open(Path(job.folder) / "checkpoint")
+    for name, value in values.items():
+        assert torch.equal(read_tensor(written, name), value * 2)
 
 
 def test_a_source_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
@@ -204,7 +231,7 @@ def test_commit_refuses_a_file_that_is_not_sealed(source: Path, tmp_path: Path) 
     partial = Path(job.folder) / "checkpoint.partial"
     partial.mkdir(parents=True)
     with pytest.raises(StageError, match="not sealed"):
-        export.commit(Path(job.folder), plan, Checkpoint.open(source))
+        export.commit(Path(job.folder), plan, Checkpoint.open(source), "digest")
 
 
 def test_zero_rows_and_zero_weights_stay_zero(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def test_routers_towers_and_mtp_are_left_by_default(tmp_path: Path) -> None:
         "vision_tower.encoder.layers.0.fc1.weight": "vision tower",
         "multi_modal_projector.linear.weight": "vision projector",
         "mtp.fc.weight": "multi-token prediction",
+        "audio_tower.layers.0.fc1.weight": "audio tower",
+        "audio_tower.layers.1.fc1.weight": "audio tower",
+        "model.vision_encoder.layers.1.fc1.weight": "vision tower",
         "model.layers.2.eh_proj.weight": "beyond the last decoder block",
     }
     decisions = _decide(tmp_path, decoder_tensors() | {name: _matrix() for name in extra})

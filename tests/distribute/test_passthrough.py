@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from distribute.passthrough import copy_side_files, side_files, write_config
+from distribute.passthrough import checkpoint_files, copy_side_files, side_files, write_config
 from distribute.source import Checkpoint
 from tests.checkpoints import CONFIG, decoder_tensors, write_checkpoint
 
@@ -11,11 +11,13 @@ TRAVELS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
     "processor_config.json", "modeling_custom.py", "LICENSE", "README.md", "assets/logo.png", "encoding/table.txt",
+    "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
 STAYS = (
     "pytorch_model.bin", "model.gguf", "consolidated.pth", "original/params.json", ".cache/token", ".env", ".gitattributes",
     "adapter_model.safetensors", "pytorch_model.bin.index.json", "recipe.yaml", "quantize_config.json",
-    "hf_quant_config.json", "onnx/model.onnx", "training_args.bin", "optimizer.pt",
+    "hf_quant_config.json", "onnx/model.onnx", "training_args.bin", "optimizer.pt", "adapter_config.json",
+    "consolidated.json", "old.safetensors/x.json",
 )  # fmt: skip
 
 
@@ -66,3 +68,10 @@ def test_generation_config_is_copied_as_it_is(tmp_path: Path, content: str) -> N
     (source / "generation_config.json").write_text(content)
     copy_side_files(source, tmp_path)
     assert (tmp_path / "generation_config.json").read_text() == content
+
+
+def test_the_files_of_a_checkpoint_are_its_weights_json_and_side_files(tmp_path: Path) -> None:
+    folder = _fill(tmp_path / "m")
+    weights = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    own = ["config.json", "model.safetensors.index.json", "hf_quant_config.json"]
+    assert checkpoint_files(folder) == sorted([*TRAVELS, *weights, *own])

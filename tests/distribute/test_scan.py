@@ -13,9 +13,12 @@ from tests.checkpoints import decoder_tensors, write_checkpoint
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
 
-def _scan(folder: Path, tensors: dict[str, torch.Tensor], measured: list[str]) -> dict[str, torch.Tensor]:
+def _scan(
+    folder: Path, tensors: dict[str, torch.Tensor], measured: list[str], *, per_row: bool = True
+) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint.open(write_checkpoint(folder / "source", tensors))
-    return scan(checkpoint, measured, Ranks.start(), workspace=folder, progress=Progress(folder, 0))
+    progress = Progress(folder, 0)
+    return scan(checkpoint, measured, Ranks.start(), per_row=per_row, workspace=folder, progress=progress)
 
 
 def test_rows_are_measured_exactly(tmp_path: Path) -> None:
@@ -49,3 +52,9 @@ def test_every_damaged_tensor_is_listed(tmp_path: Path) -> None:
 def test_integers_and_empty_tensors_are_passed_over(tmp_path: Path) -> None:
     tensors = decoder_tensors() | {"a.ids": torch.arange(4), "a.empty": torch.zeros(0, 3)}
     assert set(_scan(tmp_path, tensors, [WEIGHT])) == {WEIGHT}
+
+
+def test_a_per_tensor_recipe_gets_one_number(tmp_path: Path) -> None:
+    tensors = decoder_tensors()
+    found = _scan(tmp_path, tensors, [WEIGHT], per_row=False)
+    assert torch.equal(found[WEIGHT], tensors[WEIGHT].float().abs().max().reshape(1))

@@ -182,3 +182,41 @@ def test_says_what_a_folder_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(SourceError, match="not valid JSON"):
         Checkpoint.open(tmp_path)
+
+
+def _write_header(path: Path, header: dict, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    "offsets", [["0", "16"], [0.0, 16.0], [0, 8], [16, 0], [-16, 0], [8, 24], None, [True, 16]], ids=str
+)
+def test_a_damaged_entry_is_refused_in_one_sentence(tmp_path: Path, offsets: object) -> None:
+    write_checkpoint(tmp_path, decoder_tensors())
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": offsets}
+    _write_header(tmp_path / "model.safetensors", {"a": entry}, bytes(32))
+    with pytest.raises(SourceError, match=r"model\.safetensors"):
+        Checkpoint.open(tmp_path)
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, decoder_tensors())
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    _write_header(tmp_path / "model.safetensors", {"a": entry, "b": entry}, bytes(16))
+    with pytest.raises(SourceError, match="gap or an overlap"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("block", [{"w_bit": 4, "q_group_size": 128}, {"quant_method": "awq"}, "awq"])
+def test_any_quantization_config_means_quantized(tmp_path: Path, block: object) -> None:
+    write_checkpoint(tmp_path, decoder_tensors(), quantization_config=block)
+    with pytest.raises(SourceError, match="already quantized"):
+        Checkpoint.open(tmp_path).refuse_quantized()
+
+
+def test_a_tied_head_that_is_the_only_copy_is_kept(tmp_path: Path) -> None:
+    tensors = decoder_tensors()
+    del tensors["model.embed_tokens.weight"]
+    write_checkpoint(tmp_path, tensors, tie_word_embeddings=True)
+    assert Checkpoint.open(tmp_path).tied_copies() == ()

@@ -18,6 +18,7 @@ from distribute.numerics.observers import rows_absmax
 from distribute.plan import make_plan
 from distribute.ranks import Ranks
 from distribute.recipe import make_recipe
+from distribute.shards import sha256
 from distribute.source import Checkpoint
 from distribute.statistics import Statistics
 from distribute.tensors import read_tensor
@@ -108,11 +109,28 @@ def test_one_changed_byte_is_found(run: Path, tiny_model: Callable[..., Path]) -
     assert path.name in _faults(run, tiny_model("llama"))["sha256"][0]
 
 
-def test_wrong_codes_are_found_without_their_digest(run: Path, tiny_model: Callable[..., Path]) -> None:
+def _damage_codes(codes: torch.Tensor, how: str) -> torch.Tensor:
+    raw = codes.clone().view(torch.uint8)
+    if how == "rows swapped":
+        raw = raw.flip(0)
+    elif how == "one row not written":
+        raw[5] = 0
+    else:
+        raw[:] = 0
+    return raw.view(codes.dtype)
+
+
+@pytest.mark.parametrize("how", ["rows swapped", "one row not written", "nothing written"])
+def test_wrong_codes_are_found_without_their_digest(run: Path, tiny_model: Callable[..., Path], how: str) -> None:
     path = _shard_of(run, f"{UP}.weight")
-    codes = load_file(path)[f"{UP}.weight"]
-    _edit(path, **{f"{UP}.weight": codes.flip(0)})
-    assert UP in _faults(run, tiny_model("llama"))["reconstruction"][0]
+    _edit(path, **{f"{UP}.weight": _damage_codes(load_file(path)[f"{UP}.weight"], how)})
+    record = run / "export" / "files.json"
+    digest = {"sha256": sha256(path), "size": path.stat().st_size}
+    files = [row | digest if row["name"] == path.name else row for row in read_json(record)]
+    record.write_text(json.dumps(files))
+    faults = _faults(run, tiny_model("llama"))
+    assert UP in faults["content"][0] and "sha256" not in faults
+    assert ("reconstruction" in faults) == (how != "one row not written")
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, float("inf")])
@@ -123,7 +141,7 @@ def test_a_scale_that_is_no_positive_number_is_found(
     scale = load_file(path)[f"{UP}.input_scale"]
     _edit(path, **{f"{UP}.input_scale": torch.full_like(scale, value)})
     faults = _faults(run, tiny_model("llama"))
-    assert f"{UP}.input_scale" in faults["scales"][0] and "copies" in faults
+    assert f"{UP}.input_scale" in faults["scales"][0] and "content" in faults
 
 
 def test_a_lost_tensor_and_a_foreign_file_are_found(run: Path, tiny_model: Callable[..., Path]) -> None:

@@ -55,7 +55,11 @@ def test_the_job_holds_what_the_stage_needs(make_run: MakeRun) -> None:
     job = build(step, extra="path").figures["job"]
     assert job["source"] == str(run.source.folder)
     assert job["inputs"] == {"calibration": str(calibrate_step(run).folder)}
-    assert job["options"] == {"max_shard_bytes": run.max_shard_bytes, "fail_on_unrouted_experts": False, "extra": "path"}
+    assert job["options"] == {
+        "max_shard_bytes": run.max_shard_bytes,
+        "fail_on_unrouted_experts": False,
+        "extra": "path",
+    }
     assert job["recipe"]["preset"] == "fp8"
     assert job["folder"] == str(step.folder)
 

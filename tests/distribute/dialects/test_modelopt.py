@@ -25,7 +25,7 @@ def split(case: str) -> tuple[list[str], list[str]]:
     linear = [name.removesuffix(".weight") for name, tensor in source.items() if tensor.ndim == 2]
     quantized = [name for name in linear if name.endswith("_proj") or ".experts." in name]
     kept = set(linear) - set(quantized) - {EMBEDDING}
-    return quantized, sorted(kept | implied_modules(read_golden(case, "source/config.json"), linear))
+    return quantized, sorted(kept | implied_modules(source))
 
 
 def shared_row_absmax(source: dict[str, torch.Tensor], quantized: list[str], preset: str) -> dict[str, torch.Tensor]:
