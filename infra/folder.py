@@ -8,6 +8,7 @@ change the workspace's own. Files of the owner in an older export's folder are c
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -40,6 +41,8 @@ class FolderTarget:
         self.overwrite = overwrite
         self._partial = self.folder.with_name(f".{self.folder.name}.nogather-partial")
         self._aside = self.folder.with_name(f".{self.folder.name}.nogather-old")
+        self._lock_path = self.folder.with_name(f".{self.folder.name}.nogather-lock")
+        self._lock: int | None = None  # descriptor, from `plan` to `seal` or `discard`
 
     @property
     def address(self) -> str:
@@ -59,6 +62,7 @@ class FolderTarget:
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         with self._explained("write to"):
             self._look()
+            self._acquire()
             for file in files:
                 if file.path.resolve().is_relative_to(self.folder):
                     raise TargetError(f"{file.path} lies in the target {self.folder}; choose another folder")
@@ -101,12 +105,37 @@ class FolderTarget:
             self._carry_over({entry["name"] for entry in receipt["files"]})
             _write_durably(self._partial / RECEIPT, json.dumps(receipt, indent=2).encode() + b"\n")
             self._swap()
+            self._release()
 
     def discard(self) -> None:
-        # A full disk is the usual reason to come here, so the copy does not stay.
-        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock is not None:  # else the copy is somebody else's
+            # A full disk is the usual reason to come here, so the copy does not stay.
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._release()
 
     # ---- parts
+
+    def _acquire(self) -> None:
+        """Keep other runs out of the copy. The kernel lets go when this process ends, however it ends."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        while self._lock is None:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                raise TargetError(f"another run is publishing to {self.folder}; wait for it or stop it") from None
+            # The one who had it may have removed the file between our open and our lock.
+            if self._lock_path.exists() and os.fstat(fd).st_ino == self._lock_path.stat().st_ino:
+                self._lock = fd
+            else:
+                os.close(fd)
+
+    def _release(self) -> None:
+        assert self._lock is not None
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
 
     def _look(self) -> str:
         """What the folder is now. Raises TargetError when replacing it would destroy somebody's files."""

@@ -143,8 +143,12 @@ def test_the_direct_run_makes_what_verify_and_publish_take(parameters: Parameter
     summary = json.loads(made.stdout)  # nothing else is on stdout
     assert summary["address"] == str(out)
     assert "calibrate: " in made.stderr
+    (out / "assets").mkdir()
+    (out / "assets" / "logo.txt").write_text("x")
+    (out / ".env").write_text("HF_TOKEN=hf_secret")
     published = nogather("publish", str(out), "--to", str(copy), *common)
     assert published.returncode == 0, published.stderr
+    assert (copy / "assets" / "logo.txt").exists() and not (copy / ".env").exists()
     assert published.stdout == f"published: {copy}\n"
     assert (copy / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-3])

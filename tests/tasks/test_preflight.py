@@ -3,11 +3,12 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distribute.errors import DataError, RecipeError, SourceError, WorkspaceError
+from distribute.errors import DataError, RecipeError, SourceError, TargetError, WorkspaceError
 from tasks.export import export_step
 from tasks.fetch import fetch_source
 from tasks.preflight import SPARE_BYTES, check_run, check_workspace
@@ -63,3 +64,26 @@ def test_a_workspace_below_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"cannot be made .*; choose another with --workspace"):
         check_workspace(tmp_path / "file" / "workspace")
     assert check_workspace(tmp_path / "new" / "workspace").is_dir()
+
+
+@pytest.mark.parametrize("place", [".", "below/it", ".."])
+def test_a_target_that_would_overwrite_the_source_is_refused(real_run: Run, place: str) -> None:
+    target = str(real_run.source.folder / place)
+    before = {path: path.read_bytes() for path in real_run.source.folder.iterdir()}
+    for overwrite in (False, True):
+        with pytest.raises(TargetError, match="would overwrite the source"):
+            check_run(replace(real_run, target=target, overwrite=overwrite))
+    assert {path: path.read_bytes() for path in real_run.source.folder.iterdir()} == before
+
+
+def test_a_workspace_in_the_source_is_refused(real_run: Run) -> None:
+    with pytest.raises(WorkspaceError, match="lies in the source"):
+        check_run(replace(real_run, workspace=real_run.source.folder / "ws"))
+
+
+@pytest.mark.parametrize("name", ["a\nb.txt", "c:d.txt", b"caf\xe9.txt"])
+def test_a_side_file_that_no_target_takes_is_met_at_once(tmp_path: Path, name: str | bytes) -> None:
+    folder = write_checkpoint(tmp_path / "model", decoder_tensors())
+    Path(os.path.join(str(folder), os.fsdecode(name))).write_text("x")
+    with pytest.raises(SourceError, match="cannot be published; rename or remove it"):
+        fetch_source(str(folder), tmp_path)
