@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from distribute.dialects.table import DIALECTS
 from distribute.job import read_json
 from distribute.layers import decoder_blocks
-from distribute.recipe import matches
+from distribute.recipe import PRESETS, Scheme, matches
 from distribute.source import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_NAME, SINGLE_NAME, Checkpoint, read_entries
 from distribute.tensors import read_tensor
 
@@ -34,6 +35,7 @@ def check_folder(folder: Path) -> dict[str, list[str]]:
     checks: dict[str, Callable[[Checkpoint], list[str]]] = {
         "index": index_faults,
         "scales": scale_faults,
+        "shapes": shape_faults,
         "config": config_faults,
     }
     return {name: check(checkpoint) for name, check in checks.items()}
@@ -75,6 +77,41 @@ def scale_faults(checkpoint: Checkpoint) -> list[str]:
             if bool(bad.any()):
                 faults.append(f"{name}: {int(bad.sum())} of {scale.numel()} values are NaN, Inf, zero or negative")
     return faults
+
+
+def shape_faults(checkpoint: Checkpoint) -> list[str]:
+    """The tensors of a quantized layer must have the shapes of their dialect: strict loaders refuse others.
+
+    Formats that this version does not write are passed over.
+    """
+    block = checkpoint.config.get("quantization_config")
+    known = find_scheme(block) if isinstance(block, dict) else None
+    if known is None:
+        return []
+    dialect, scheme = known
+    faults = []
+    for module in sorted(quantized_modules(checkpoint)):
+        weight = checkpoint.tensors.get(f"{module}.weight")
+        if weight is None or len(weight.shape) != 2:
+            faults.append(f"{module} has a scale but no 2-D weight")
+            continue
+        rows, columns = weight.shape
+        for spec in DIALECTS[dialect].tensors((rows, columns), scheme, "BF16"):
+            found = checkpoint.tensors.get(f"{module}.{spec.suffix}")
+            if found is not None and found.shape != spec.shape:
+                faults.append(f"{found.name} has shape {list(found.shape)}, {dialect} has {list(spec.shape)} there")
+    return faults
+
+
+def find_scheme(block: Mapping[str, Any]) -> tuple[str, Scheme] | None:
+    """(dialect, scheme) of a quantization_config, when it is one that this version writes."""
+    for dialect, scheme in ((dialect, scheme) for dialect in DIALECTS for scheme in PRESETS.values()):
+        own = DIALECTS[dialect].quantization_config([], [], scheme)
+        if all(block.get(key) == own.get(key) for key in ("quant_method", "quant_algo", "format")):
+            ours, theirs = (_operands(config) for config in (own, block))
+            if not theirs or ours == theirs:
+                return dialect, scheme
+    return None
 
 
 def config_faults(checkpoint: Checkpoint) -> list[str]:
@@ -154,3 +191,10 @@ def _json_faults(folder: Path, block: Mapping[str, Any], ignore: list[str]) -> l
     if sorted(other.get("exclude_modules") or []) != sorted(ignore):
         faults.append(f"config.json and {path.name} exclude different modules")
     return faults
+
+
+def _operands(block: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What each group says of its operands, as far as it decides shapes."""
+    keys = [(o, f) for o in ("weights", "input_activations") for f in ("num_bits", "type", "strategy", "dynamic")]
+    groups = (block.get("config_groups") or {}).values()
+    return [tuple((group.get(operand) or {}).get(field) for operand, field in keys) for group in groups]

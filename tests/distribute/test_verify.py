@@ -196,3 +196,14 @@ def test_json_files_that_disagree_are_found(run: Path) -> None:
     assert any("quant_algo" in fault for fault in check_folder(folder)["config"])
     os.remove(path)
     assert "hf_quant_config.json is missing" in check_folder(folder)["config"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_scale_of_another_shape_is_found(run: Path, shape: tuple[int, ...]) -> None:
+    folder = run / "export" / "checkpoint"
+    path = _shard_of(run, f"{UP}.input_scale")
+    scale = load_file(path)[f"{UP}.input_scale"]
+    _edit(path, **{f"{UP}.input_scale": scale.reshape(shape)})
+    faults = check_folder(folder)["shapes"]
+    assert bool(faults) == (tuple(scale.shape) != shape)
+    assert all(f"{UP}.input_scale has shape {list(shape)}" in fault for fault in faults)
