@@ -59,6 +59,9 @@ class FolderTarget:
             os.rmdir(tempfile.mkdtemp(prefix=".nogather-probe-", dir=parent))
         return f"{self.folder}: writable, {found}"
 
+    def kept(self) -> frozenset[str]:
+        return frozenset()  # a card there is that of the older export
+
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         with self._explained("write to"):
             self._look()

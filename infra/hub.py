@@ -23,6 +23,7 @@ from infra.release import LocalFile, is_weight, stale_names
 
 MAX_FILE_BYTES = 50_000_000_000  # Hub documentation, "Repository limitations and recommendations"
 MAX_FILES_PER_FOLDER = 10_000
+OWNED = ("README.md", ".gitattributes")  # once there, they are the owner's to write
 _ASKED_AT_ONCE = 256
 _PREFLIGHT_ATTEMPTS = 3
 _IGNORE_NOTHING = "# the owner's .gitignore does not apply to a checkpoint\n"
@@ -65,6 +66,9 @@ class HubTarget:
             return self._look(calls.retried)
         except StageError as error:
             raise TargetError(str(error)) from None
+
+    def kept(self) -> frozenset[str]:
+        return frozenset(OWNED) & frozenset(self._names(self._head()))
 
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         _check_limits(files)

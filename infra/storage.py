@@ -36,6 +36,9 @@ class Target(Protocol):
     def preflight(self) -> str:
         """One line on what was found. Raises TargetError when the target cannot be written."""
 
+    def kept(self) -> frozenset[str]:
+        """Names that are the owner's there and are not replaced (a model card written by hand)."""
+
     def plan(self, files: Sequence[LocalFile]) -> list[LocalFile]:
         """Those of `files`, in the same order, that the target lacks or holds with other content."""
 
@@ -56,15 +59,17 @@ class Target(Protocol):
 
 
 def publish(target: Target, files: Sequence[LocalFile], *, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
-    """Publish exactly `files`; files the target already holds with the same content are not sent again.
+    """Publish exactly `files`, less what the owner keeps. What the target already holds is not sent again.
 
     Returns the receipt, JSON-able: `address`, `revision`, `files` (name, size, sha256, remote),
     `uploaded_bytes`, `skipped` (names), `seconds`.
     Raises TargetError (a name or the target cannot be used), StageError (the target holds something else).
     """
     start = time.monotonic()
-    ordered = check_files(files)
     try:
+        ordered = check_files(files)
+        kept = target.kept()
+        ordered = [file for file in ordered if file.name not in kept]
         missing = target.plan(ordered)
         sent = {file.name for file in missing}
         for file in ordered:

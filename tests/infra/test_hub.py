@@ -1,5 +1,6 @@
 """The Hub target: the real `huggingface_hub` client (LFS mode) against a stand-in that speaks its protocol."""
 
+import hashlib
 import json
 import os
 import signal
@@ -106,6 +107,22 @@ def test_stale_shards_go_in_the_same_commit_and_the_owners_files_stay(hub: HubSe
     assert hub.files(REPO) == OWNERS | contents_of(files)
     assert len(hub.repos[REPO].history) == 2
     assert incomplete_revisions(hub) == []
+
+
+def test_a_card_of_the_owner_is_not_replaced_by_that_of_the_source(
+    hub: HubServer, make_files: MakeFiles, tmp_path: Path
+) -> None:
+    card = tmp_path / "README.md"
+    card.write_bytes(b"# of the source\n")
+    own = LocalFile("README.md", card, card.stat().st_size, hashlib.sha256(card.read_bytes()).hexdigest())
+    files = [*make_files(), own]
+    publish_to(hub, files)
+    assert hub.files(REPO)["README.md"] == card.read_bytes()  # better than none
+    hub.repos.clear()
+    hub.add_repo(REPO, OWNERS)
+    receipt = publish_to(hub, files)
+    assert hub.files(REPO)["README.md"] == OWNERS["README.md"]
+    assert "README.md" not in {file["name"] for file in receipt["files"]}
 
 
 def test_publishing_the_same_again_sends_and_commits_nothing(hub: HubServer, make_files: MakeFiles) -> None:
