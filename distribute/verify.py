@@ -15,7 +15,7 @@ import torch
 
 from distribute.checks import check_folder
 from distribute.errors import NogatherError, VerifyError
-from distribute.export import FINAL
+from distribute.export import FINAL, own_pieces
 from distribute.job import Job, Progress, read_json, write_json
 from distribute.numerics.fp8 import CODECS
 from distribute.passthrough import checkpoint_files
@@ -24,7 +24,7 @@ from distribute.ranks import Ranks
 from distribute.shards import sha256
 from distribute.source import Checkpoint, TensorEntry, read_entries
 from distribute.tensors import DTYPES, TensorFile, read_entry, to_bytes
-from distribute.work import Piece, cut, share
+from distribute.work import Piece, cut
 
 Faults = list[str]
 #: Bytes compared at once: their fp32 copies stay in a core's cache.
@@ -114,14 +114,12 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
 
     Files in `skip` have damaged headers: their bytes mean nothing.
     """
-    outputs = {output.name: output for output in subject.plan.outputs if output.file not in skip}
-    pieces = [piece for output in outputs.values() for piece in _cut(output)]
-    own = share(pieces, ranks.world)[ranks.rank]
-    progress.start("verify", sum(piece.nbytes for piece in own), "bytes")
+    files = [file for file in subject.plan.files if file.name not in skip]
+    total = sum(piece.nbytes for _, piece in own_pieces(subject.plan, files, ranks))
+    progress.start("verify", total, "bytes")
     power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     differ: Faults = []
-    for piece in own:
-        output = outputs[piece.name]
+    for output, piece in own_pieces(subject.plan, files, ranks):
         written = read_entry(subject.folder, _entry(output), piece.rows)
         if output.codec in (COPY, VALUE):
             if to_bytes(written) != to_bytes(_expected(subject, output, piece)):
@@ -134,13 +132,6 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
             power[output.name][1] += noise
         progress.advance(piece.nbytes)
     return {"content": differ, "power": dict(power)}
-
-
-def _cut(output: Output) -> list[Piece]:
-    size = output.end - output.begin
-    if output.codec == VALUE:
-        return [Piece(output.name, None, size)]
-    return list(cut(output.name, output.shape, size))
 
 
 def _entry(output: Output) -> TensorEntry:
