@@ -48,9 +48,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     observation: Observation | None = None
     seconds = 0.0
     if samples is not None:
-        started = time.monotonic()
-        observation, model = _observe(job, checkpoint, samples, quantized, ranks, progress)
-        seconds = round(time.monotonic() - started, 3)
+        observation, model, seconds = _observe(job, checkpoint, samples, quantized, ranks, progress)
         report |= samples.report | {"layerwise": model.layerwise}
         warnings += [*samples.report["warnings"], *model.warnings]
     else:
@@ -111,8 +109,8 @@ def _read_samples(job: Job) -> Samples:
 
 def _observe(
     job: Job, checkpoint: Checkpoint, samples: Samples, quantized: list[str], ranks: Ranks, progress: Progress
-) -> tuple[Observation | None, LayerwiseModel]:
-    """The merged observation on rank 0 (None elsewhere), and the model that was run."""
+) -> tuple[Observation | None, LayerwiseModel, float]:
+    """The merged observation on rank 0 (None elsewhere), the model that was run, and the seconds it ran."""
     own = batches(samples.tokens, job.options["batch_size"])[ranks.rank :: ranks.world]
     with ranks.together("calibrate"):
         model = LayerwiseModel.open(
@@ -121,6 +119,8 @@ def _observe(
             trust_remote_code=job.options["trust_remote_code"],
             threads=job.options["threads"],
         )
+    started = time.monotonic()
+    with ranks.together("calibrate"):
         observation = observe(model, own, quantized, progress)
     merged = merge_ranks(observation, quantized, ranks=ranks, workspace_path=Path(job.folder))
-    return merged, model
+    return merged, model, round(time.monotonic() - started, 3)
