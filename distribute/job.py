@@ -74,7 +74,7 @@ class Progress:
         self._state: dict[str, Any] = {"label": "", "done": 0, "total": 0, "unit": ""}
 
     def start(self, label: str, total: int, unit: str) -> None:
-        """Begin a step of `total` units of this rank's own work; `unit` is "tokens", "bytes" or "tensors"."""
+        """Begin a step of `total` units of this rank's own work; `unit` is "token layers", "bytes" or "tensors"."""
         self._state = {"label": label, "done": 0, "total": total, "unit": unit}
         self._write()
 

@@ -90,7 +90,7 @@ class LayerwiseModel:
         """
         if progress is not None:
             tokens = sum(batch.numel() for batch in batches)
-            progress.start("calibrating", tokens * self.num_parts, "tokens")
+            progress.start("calibrating", tokens * self.num_parts, "token layers")
         if not batches:
             return []
         with _computing(self._threads):

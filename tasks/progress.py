@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class State:
-    """How far a stage is, over all ranks. `unit` is "tokens", "bytes" or "tensors"."""
+    """How far a stage is, over all ranks. `unit` is "token layers", "bytes" or "tensors"."""
 
     stage: str
     label: str
