@@ -16,7 +16,7 @@ from distribute.errors import RecipeError, SourceError
 from distribute.job import read_json, write_json
 from distribute.layers import QUANTIZE, Decision, decide, natural_key
 from distribute.recipe import Recipe
-from distribute.shards import Placed, ShardFile, Spec, plan_files
+from distribute.shards import ShardFile, Spec, plan_files
 from distribute.source import EMBEDDING_SUFFIXES, Checkpoint, TensorEntry, text_config
 
 COPY = "copy"  # the bytes of the source
@@ -35,7 +35,7 @@ class _Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Output(Placed):
+class Output(TensorEntry):
     """One tensor of the checkpoint. `source`: tensor it is made of; `scale`: output tensor that holds its scale."""
 
     codec: str  # COPY, VALUE or a key of CODECS
@@ -164,7 +164,7 @@ def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) 
     return checkpoint.tensors[f"{first}.weight"].dtype
 
 
-def _join(placed: Placed, origin: _Origin) -> Output:
+def _join(placed: TensorEntry, origin: _Origin) -> Output:
     place = (placed.name, placed.dtype, placed.shape, placed.file, placed.begin, placed.end)
     return Output(*place, origin.codec, origin.source, origin.scale)
 

@@ -19,22 +19,10 @@ from typing import Any
 
 from distribute.errors import WorkspaceError
 from distribute.layers import natural_key
-from distribute.source import INDEX_NAME, ITEMSIZE, SINGLE_NAME
+from distribute.source import INDEX_NAME, ITEMSIZE, SINGLE_NAME, TensorEntry
 
 METADATA = {"format": "pt"}
 _DTYPE_ORDER = {dtype: position for position, dtype in enumerate(ITEMSIZE)}
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A tensor with its place: `begin` and `end` are absolute byte offsets in `file`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,7 @@ class ShardFile:
 Spec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
-def plan_files(specs: Iterable[Spec], max_shard_bytes: int) -> tuple[list[ShardFile], list[Placed]]:
+def plan_files(specs: Iterable[Spec], max_shard_bytes: int) -> tuple[list[ShardFile], list[TensorEntry]]:
     """Pack tensors into files in natural name order; a tensor larger than the limit gets a file of its own.
 
     `max_shard_bytes` bounds the tensor bytes of a file. Pure: a function of its arguments alone.
@@ -86,7 +74,7 @@ def header_bytes(tensors: Sequence[tuple[Spec, int, int]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def file_header(placed: Iterable[Placed]) -> bytes:
+def file_header(placed: Iterable[TensorEntry]) -> bytes:
     """Header of the file that these tensors make up."""
     tensors = sorted(placed, key=lambda tensor: (_DTYPE_ORDER[tensor.dtype], tensor.name))
     data = min((tensor.begin for tensor in tensors), default=0)
@@ -118,7 +106,7 @@ def write_range(fd: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def write_index(folder: Path, placed: Sequence[Placed]) -> None:
+def write_index(folder: Path, placed: Sequence[TensorEntry]) -> None:
     """Write the index of a checkpoint of several files; one file needs none."""
     weight_map = {tensor.name: tensor.file for tensor in sorted(placed, key=lambda tensor: natural_key(tensor.name))}
     if len(set(weight_map.values())) < 2:
@@ -148,7 +136,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _place(file: str, group: Sequence[Spec]) -> list[Placed]:
+def _place(file: str, group: Sequence[Spec]) -> list[TensorEntry]:
     ordered = sorted(group, key=lambda spec: (_DTYPE_ORDER[spec[1]], spec[0]))
     ends, end = [], 0
     for spec in ordered:
@@ -156,7 +144,7 @@ def _place(file: str, group: Sequence[Spec]) -> list[Placed]:
         ends.append(end)
     spans = [(spec, end - nbytes(spec), end) for spec, end in zip(ordered, ends, strict=True)]
     data = len(header_bytes(spans))
-    return [Placed(*spec, file, data + begin, data + end) for spec, begin, end in spans]
+    return [TensorEntry(*spec, file, data + begin, data + end) for spec, begin, end in spans]
 
 
 def _reserve(fd: int, path: Path, size: int) -> None:

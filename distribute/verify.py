@@ -120,7 +120,7 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
     power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     differ: Faults = []
     for output, piece in own_pieces(subject.plan, files, ranks):
-        written = read_entry(subject.folder, _entry(output), piece.rows)
+        written = read_entry(subject.folder, output, piece.rows)
         if output.codec in (COPY, VALUE):
             if to_bytes(written) != to_bytes(_expected(subject, output, piece)):
                 differ.append(f"{output.name} differs from its {'source' if output.codec == COPY else 'plan'}")

@@ -178,7 +178,7 @@ def test_progress_counts_tokens_of_every_layer(tiny_model: Callable[..., Path], 
     model.run(token_batches(), around=ignore, progress=progress)
     total = 2 * (2 * 24 + 17)
     assert read_json(tmp_path / "progress-0.json") == {
-        "label": "calibrating", "done": total, "total": total, "unit": "tokens",
+        "label": "calibrating", "done": total, "total": total, "unit": "token layers",
     }  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from distribute.shards import Placed, file_header, plan_files, preallocate, write_index, write_range
+from distribute.shards import file_header, plan_files, preallocate, write_index, write_range
+from distribute.source import TensorEntry
 from distribute.tensors import DTYPES, NAMES, to_bytes
 
 TENSORS = {
@@ -69,11 +70,11 @@ def test_the_plan_does_not_depend_on_the_order_given() -> None:
 
 
 def test_index_is_written_only_for_several_files(tmp_path: Path) -> None:
-    write_index(tmp_path, [Placed("a", "F32", (1,), "model.safetensors", 8, 12)])
+    write_index(tmp_path, [TensorEntry("a", "F32", (1,), "model.safetensors", 8, 12)])
     assert not list(tmp_path.iterdir())
     pair = [
-        Placed("a", "F32", (1,), "model-00001-of-00002.safetensors", 8, 12),
-        Placed("b", "F32", (2,), "model-00002-of-00002.safetensors", 8, 16),
+        TensorEntry("a", "F32", (1,), "model-00001-of-00002.safetensors", 8, 12),
+        TensorEntry("b", "F32", (2,), "model-00002-of-00002.safetensors", 8, 16),
     ]
     write_index(tmp_path, pair)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
