@@ -5,7 +5,6 @@ No Prefect, no network, no secret. A failing rank leaves `error-<r>.json`; rank 
 
 import logging
 import os
-import resource
 import sys
 import time
 import traceback
@@ -59,8 +58,12 @@ def run_stage(job: Job, ranks: Ranks) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far, in bytes (Linux reports KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident size of this process so far, in bytes.
+
+    Not getrusage: its maximum outlives exec, so it counts the process that started this one, too.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
 
 
 def _write_error(folder: Path, rank: int, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """manifest.json: the proof that a stage's folder is whole. Written last, by the flow side.
 
-    {"stage", "key", "made_from": {...}, "source", "files": [{"name", "size", "mtime_ns", "sha256"}],
+    {"stage", "key", "made_from": {...}, "source", "files": [{"name", "sha256", "size", "mtime_ns", "ctime_ns"}],
      "started", "finished" (UTC), "seconds", "world_size"}
 
 A folder without one is unfinished; a folder whose files differ from it is not used.
@@ -8,6 +8,7 @@ A folder without one is unfinished; a folder whose files differ from it is not u
 
 import hashlib
 import json
+import os
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -102,7 +103,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         if path.is_file() and not _is(name.partition("/")[0], NOT_ARTIFACTS):
             stat = path.stat()
             digest = known.get((name, stat.st_size)) or sha256_of(path)
-            records.append({"name": name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest})
+            records.append({"name": name, "sha256": digest, **_identity(stat)})
     return records
 
 
@@ -117,11 +118,15 @@ def _file_fault(folder: Path, record: dict[str, Any]) -> str:
     path = folder / record["name"]
     if not path.is_file():
         return f"{record['name']} is gone"
-    stat = path.stat()
-    same_size = stat.st_size == record["size"]
-    if same_size and (stat.st_mtime_ns == record["mtime_ns"] or sha256_of(path) == record["sha256"]):
+    found = _identity(path.stat())
+    if found["size"] == record["size"] and (found.items() <= record.items() or sha256_of(path) == record["sha256"]):
         return ""
     return f"{record['name']} was altered"
+
+
+def _identity(stat: os.stat_result) -> dict[str, int]:
+    """What changes when a file is written. Nobody can set the ctime back, as tools do with the mtime."""
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
 
 def _last_manifest(step: Step) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_model import make_random_model
 from distribute import export
 from distribute.checks import check_folder
 from distribute.errors import SourceError, StageError, WorkspaceError
@@ -268,3 +269,14 @@ def test_a_full_disk_is_told_before_any_work_and_leaves_nothing(
         _export_alone(job)
     assert not list(small_disk.rglob("*.safetensors"))
     assert not (small_disk / "checkpoint").exists()
+
+
+def test_memory_of_a_rank_is_bounded_and_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    peaks = []
+    for layers in (1, 4):  # 380 MB and 740 MB, the largest tensor is 131 MB in both
+        job = _job(make_random_model(tmp_path / f"m{layers}", layers=layers), tmp_path / str(layers), 1 << 30)
+        run_stage(job)
+        peaks += result(job)["peak_memory_bytes"]
+        shutil.rmtree(tmp_path / f"m{layers}")
+    assert max(peaks) < 600e6
+    assert peaks[1] - peaks[0] < 40e6

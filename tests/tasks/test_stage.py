@@ -100,6 +100,16 @@ def test_a_removed_artifact_is_named(make_run: MakeRun) -> None:
     assert build(step).reason == "checkpoint/config.json is gone"
 
 
+def test_an_artifact_that_was_altered_and_given_its_old_time_is_noticed(make_run: MakeRun) -> None:
+    step = quantize_step(make_run())
+    build(step)
+    path = step.folder / "plan.safetensors"
+    before = path.stat()
+    path.write_bytes(b"X" + path.read_bytes()[1:])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert build(step).reason == "plan.safetensors was altered"
+
+
 def test_a_touched_artifact_with_the_same_bytes_is_reused(make_run: MakeRun) -> None:
     step = quantize_step(make_run())
     build(step)
@@ -233,9 +243,10 @@ def test_hashes_made_by_export_are_not_made_again(make_run: MakeRun, monkeypatch
     build(step)
     assert hashed == ["files.json", "result.json"]
     manifest = json.loads((step.folder / "manifest.json").read_text())
-    assert manifest["files"][0] | {"mtime_ns": 0} == {
+    assert manifest["files"][0] | {"mtime_ns": 0, "ctime_ns": 0} == {
         "name": "checkpoint/model.safetensors",
         "size": 5,
         "mtime_ns": 0,
+        "ctime_ns": 0,
         "sha256": "f" * 64,
     }
