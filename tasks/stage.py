@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def _progress_teller(step: Step) -> Callable[[], None]:
 
 def _result(step: Step, *, reused: bool, reason: str) -> StageResult:
     result, manifest = read_json(step.folder / "result.json"), read_json(step.folder / NAME)
+    for text in result["figures"].get("warnings", []):
+        _warn(step.run.run_id, text)
     return StageResult(
         stage=step.stage,
         key=step.key,
@@ -126,6 +129,11 @@ def _result(step: Step, *, reused: bool, reason: str) -> StageResult:
         peak_memory_bytes=tuple(result["peak_memory_bytes"]),
         figures=result["figures"],
     )
+
+
+@cache  # once a run: a stage hands the warnings of the one before it on
+def _warn(run_id: str, text: str) -> None:
+    log.warning("warning: %s", text)
 
 
 def _explain(step: Step, fault: str) -> str:
