@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tasks.stage import StageResult
 from tasks.verify import verify_step
 
 WORST = 10
+PLOT = "sqnr.png"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def report(run: Run, stages: Sequence[StageResult], receipt: dict[str, Any] | No
     markdown = make_markdown(summary, plan=plan, worst=worst)
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "report.md").write_text(markdown, encoding="utf-8")
-    plot_sqnr(verdict["tensors"], run.folder / "sqnr.png", title=f"{run.source.address}, {run.recipe.preset}")
+    plot_sqnr(verdict["tensors"], run.folder / PLOT, title=f"{run.source.address}, {run.recipe.preset}")
     write_json(run.folder / "run.json", summary)
     return Report(markdown, worst, summary, run.folder)
 
@@ -58,10 +59,12 @@ def summarize(
         "model": run.source.address,
         "recipe": run.recipe.model_dump(mode="json"),
         "calibration": run.data.address if run.data else None,
+        "calibration_amounts": _amounts(run, stages) if run.data else None,
         "checkpoint": str(export_step(run).folder / CHECKPOINT),
         "address": receipt["address"] if receipt else None,
         "revision": receipt["revision"] if receipt else None,
         "uploaded_bytes": receipt["uploaded_bytes"] if receipt else None,
+        "upload_seconds": receipt["seconds"] if receipt else None,
         "source_bytes": plan["source_bytes"],
         "bytes": size,
         "ratio": round(size / plan["source_bytes"], 4),
@@ -95,12 +98,18 @@ def make_markdown(summary: dict[str, Any], *, plan: dict[str, Any], worst: list[
         {"what": "published", "value": published},
         {"what": "calibration text", "value": summary["calibration"] or "none needed"},
     ]
+    if amounts := summary["calibration_amounts"]:
+        facts += [{"what": name.replace("_", " "), "value": value} for name, value in amounts.items()]
+    stages = [_readable_stage(stage) for stage in summary["stages"]]
+    if summary["address"]:
+        stages.append(_upload_row(summary))
     parts = [
         f"# {summary['model']}: {recipe['preset']}, {recipe['dialect']}",
         _table(facts),
         f"## What was quantized\n\n{_table(_decision_rows(plan['decisions']))}",
         f"## Worst {len(worst)} tensors\n\n{_table(worst)}",
-        f"## Stages\n\n{_table([_readable_stage(stage) for stage in summary['stages']])}",
+        f"## SQNR by layer\n\n![SQNR by layer]({PLOT})",
+        f"## Stages\n\n{_table(stages)}",
     ]
     if summary["warnings"]:
         parts.append("## Warnings\n\n" + "\n".join(f"- {text}" for text in summary["warnings"]))
@@ -134,6 +143,24 @@ def _readable_stage(row: dict[str, Any]) -> dict[str, Any]:
     memory = ", ".join(format_size(value) for value in row["peak_memory_bytes"])
     why = "reused" if row["reused"] else f"built: {row['reason']}"
     return {"stage": row["stage"], "seconds": row["seconds"], "peak memory of each rank": memory, "how": why}
+
+
+def _upload_row(summary: dict[str, Any]) -> dict[str, Any]:
+    sent = format_size(summary["uploaded_bytes"])
+    return {
+        "stage": "upload",
+        "seconds": round(summary["upload_seconds"], 3),
+        "peak memory of each rank": "no ranks",
+        "how": f"sent {sent}",
+    }
+
+
+def _amounts(run: Run, stages: Iterable[StageResult]) -> dict[str, int]:
+    """How much was measured: what calibrate counted, else what was asked for."""
+    counted = next((stage.figures for stage in stages if stage.stage == "calibrate"), {})
+    asked = asdict(run.calibration)
+    names = ("samples", "tokens", "sequence_length", "seed")
+    return {name: value for name in names if (value := counted.get(name, asked.get(name))) is not None}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

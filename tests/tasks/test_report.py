@@ -1,19 +1,22 @@
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.launch import RankCommand
 from tasks.calibrate import calibrate_step
 from tasks.export import export_step
 from tasks.plots import sqnr_by_kind
 from tasks.quantize import quantize_step
 from tasks.report import report, worst_tensors
 from tasks.run import Run
-from tasks.stage import StageResult
+from tasks.stage import StageResult, run_step
 from tasks.step import Step
 from tasks.verify import verify_step
+from tests.tasks.fake_worker import ARTIFACTS
 
 TENSORS = [
     {"name": f"model.layers.{layer}.mlp.{leaf}.weight", "codec": "fp8", "sqnr_db": 30.0 + layer, "source_bytes": 8,
@@ -51,7 +54,7 @@ def stages(run: Run) -> list[StageResult]:
         )
 
     return [
-        result(calibrate_step(run), True),
+        result(calibrate_step(run), True, samples=500, tokens=9000),
         result(quantize_step(run), False, warnings=["few samples"]),
         result(export_step(run), False),
         result(verify_step(run), False, warnings=["few samples"]),
@@ -59,7 +62,7 @@ def stages(run: Run) -> list[StageResult]:
 
 
 def test_the_report_tells_what_a_person_asks(finished: Run) -> None:
-    receipt = {"address": "s3://bucket/model", "revision": None, "uploaded_bytes": 1200}
+    receipt = {"address": "s3://bucket/model", "revision": None, "uploaded_bytes": 1200, "seconds": 2.25}
     made = report(finished, stages(finished), receipt)
     text = (finished.folder / "report.md").read_text()
     assert text == made.markdown
@@ -73,6 +76,12 @@ def test_the_report_tells_what_a_person_asks(finished: Run) -> None:
         "| model.layers.0.mlp.up_proj.weight | fp8 | 30.0 |",
         "| calibrate | 1.5 | 200 MB, 300 MB | reused |",
         "| export | 1.5 | 200 MB, 300 MB | built: first run |",
+        "| upload | 2.25 | no ranks | sent 1.2 kB |",
+        "| samples | 500 |",
+        "| tokens | 9000 |",
+        "| sequence length | 512 |",
+        "| seed | 0 |",
+        "![SQNR by layer](sqnr.png)",
         "- few samples",
     ):
         assert line in text.splitlines()
@@ -118,3 +127,22 @@ def test_experts_share_a_line_that_shows_the_worst() -> None:
 
 def test_paths_in_the_summary_are_absolute(finished: Run) -> None:
     assert Path(report(finished, stages(finished), None).summary["checkpoint"]).is_absolute()
+
+
+def test_warnings_of_built_and_reused_stages_are_told_once_a_run(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run_ranks(command: RankCommand, **_: Any) -> None:
+        stage = json.loads((command.folder / "job.json").read_text())["stage"]
+        for name in ARTIFACTS[stage]:
+            (command.folder / name).write_text("{}")
+        result = {"peak_memory_bytes": [1, 1], "figures": {"warnings": ["few samples"]}}
+        (command.folder / "result.json").write_text(json.dumps(result))
+
+    monkeypatch.setattr("tasks.stage.run_ranks", run_ranks)
+    for run_id, reused in (("first", False), ("second", True)):
+        caplog.clear()
+        run = make_run(run_id=run_id)
+        assert [run_step(step(run)).reused for step in (calibrate_step, quantize_step)] == [reused, reused]
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert told == ["warning: few samples"]
