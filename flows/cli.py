@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from distribute.errors import NogatherError
+from infra.redact import scrub
 
 app = typer.Typer(
     help="Calibrate, quantize, export without a gather, verify and publish Hugging Face language models.",
@@ -241,13 +242,13 @@ def _show_plan(parameters: Any, as_json: bool) -> None:
     from distribute.source import Checkpoint
     from flows.display import shown
     from flows.tables import plan_json, plan_text
-    from tasks.fetch import fetch_source
+    from tasks.headers import fetch_headers
     from tasks.sizes import parse_size
 
     recipe = parameters.load_recipe()
     with shown():
-        source = fetch_source(parameters.model, parameters.workspace_folder())
-    made = make_plan(Checkpoint.open(source.folder), recipe, parse_size(parameters.max_shard_size))
+        folder = fetch_headers(parameters.model, parameters.workspace_folder())
+    made = make_plan(Checkpoint.open(folder), recipe, parse_size(parameters.max_shard_size))
     _print(plan_json(made) if as_json else plan_text(made))
 
 
@@ -275,14 +276,22 @@ def _errors_shown(as_json: bool = False) -> Iterator[None]:
         _fail(str(error), type(error).__name__, 1, as_json)
     except KeyboardInterrupt:
         _fail("interrupted; a new run continues from here", "KeyboardInterrupt", INTERRUPTED, as_json)
+    except Exception as error:  # a bug: its traceback goes to stderr
+        if as_json:
+            _print_error(scrub(str(error)), type(error).__name__, 1)
+        raise
 
 
 def _fail(message: str, kind: str, code: int, as_json: bool) -> None:
     line = " ".join(message.split())
     typer.echo(f"error: {line}", err=True)
     if as_json:
-        _print({"error": {"type": kind, "message": line, "exit_code": code}})
+        _print_error(line, kind, code)
     raise typer.Exit(code) from None
+
+
+def _print_error(message: str, kind: str, code: int) -> None:
+    _print({"error": {"type": kind, "message": message, "exit_code": code}})
 
 
 def _print(value: Any) -> None:

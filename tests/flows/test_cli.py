@@ -84,6 +84,19 @@ def test_a_bug_keeps_its_traceback(parameters: Parameters, monkeypatch: pytest.M
     assert isinstance(result.exception, ZeroDivisionError)
 
 
+def test_with_json_a_bug_is_an_object_on_stdout_and_still_raised(
+    parameters: Parameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.pipeline.run_pipeline", lambda _: 1 / 0)
+    result = RUNNER.invoke(app, ["run", parameters.model, "--direct", "--json"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert json.loads(result.stdout)["error"] == {
+        "type": "ZeroDivisionError",
+        "message": "division by zero",
+        "exit_code": 1,
+    }
+
+
 def test_plan_shows_every_tensor_file_and_kept_module(parameters: Parameters) -> None:
     result = RUNNER.invoke(app, ["plan", parameters.model, "--recipe", "fp8_dynamic"])
     assert result.exit_code == 0, result.output
