@@ -3,13 +3,16 @@
 Empty text means "not given": the UI has no good way to enter null.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from distribute.errors import RecipeError
 from distribute.recipe import Recipe, load_recipe
+from infra.redact import scrub
 from infra.settings import load_settings
 from tasks.sizes import parse_size
 
@@ -17,7 +20,7 @@ from tasks.sizes import parse_size
 class Parameters(BaseModel):
     """Parameters of the flow `quantize-model`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, hide_input_in_errors=True)
 
     model: str = Field(
         min_length=1, description="folder of a Hugging Face checkpoint, or org/name[@revision] on the Hub"
@@ -58,6 +61,16 @@ class Parameters(BaseModel):
         parse_size(value)
         return value
 
+    @field_validator("model", "target", "calib")
+    @classmethod
+    def _holds_no_secret(cls, value: str) -> str:
+        """Prefect keeps and shows the parameters of every run. The rule of infra.storage, which is slow to import."""
+        parts = urlsplit(value)
+        is_address = "://" in value and ("@" in parts.netloc or parts.query or scrub(value) != value)
+        if is_address or re.match(r"[^/@]*:[^@]*@", value.partition("://")[2] or value):
+            raise ValueError("holds credentials or a query; give the bare address, and pass secrets by environment")
+        return value
+
     def workspace_folder(self) -> Path:
         """The given workspace, or the one of this machine's settings."""
         return Path(self.workspace) if self.workspace else load_settings().workspace
@@ -85,4 +98,5 @@ def make_parameters(**values: Any) -> Parameters:
 
 def _fault(fault: Any) -> str:
     name = ".".join(map(str, fault["loc"])).replace("_", "-")
-    return f"{name} {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+    shown = "" if fault["msg"].startswith("Value error, holds credentials") else f" {fault['input']!r}"
+    return f"{name}{shown}: {fault['msg'].removeprefix('Value error, ')}"

@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from distribute.errors import RecipeError
 from flows.parameters import Parameters, make_parameters
@@ -31,6 +32,28 @@ def test_a_wrong_option_is_one_readable_line(values: dict, message: str) -> None
         make_parameters(model="m", **values)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["model", "target", "calib"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://KEY:SECRET@bucket/prefix", "s3://SECRET@bucket/prefix", "s3://KEY:SE/CRET@bucket/x",
+        "s3://bucket/x?key=SECRET", "user:SECRET@host/x", "hf://org/name@hf_SECRETSECRETSECRET",
+    ],
+)  # fmt: skip
+def test_a_secret_in_an_address_is_refused_and_not_repeated(name: str, address: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{name}: holds credentials or a query") as raised:
+        make_parameters(**{"model": "m"} | {name: address})
+    assert "SECRET" not in str(raised.value)
+    with pytest.raises(ValidationError) as raw:  # what Prefect would log
+        Parameters.model_validate({"model": "m"} | {name: address})
+    assert "SECRET" not in str(raw.value)
+
+
+@pytest.mark.parametrize("model", ["org/name@v1.0", "./a:b/c", "/data/user@host/model", "hf://org/name@main"])
+def test_an_address_without_a_secret_is_taken(model: str) -> None:
+    assert make_parameters(model=model).model == model
 
 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:
