@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from infra.redact import SecretFilter
 from tasks.progress import State, listening
 from tasks.sizes import format_size
 
-LOGGERS = ("tasks", "infra", "flows")
+PROGRESS = "progress"  # lines for this terminal alone: tasks.prefect_tasks sends the other loggers to the server
+LOGGERS = ("tasks", "infra", "flows", PROGRESS)
 LINE_INTERVAL_S = 10.0
 
 
@@ -50,7 +52,7 @@ class Lines:
         is_due = step != self._step or state.done >= state.total or time.monotonic() - self._last > LINE_INTERVAL_S
         if is_due:
             self._step, self._last = step, time.monotonic()
-            logging.getLogger("flows.display").info("%s: %s", _title(state), _amount(state))
+            logging.getLogger(PROGRESS).info("%s: %s", _title(state), _amount(state))
 
 
 @contextmanager
@@ -78,6 +80,7 @@ def shown(*, bars: bool | None = None) -> Iterator[None]:
 @contextmanager
 def _logging_to(handler: logging.Handler) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
+    handler.addFilter(SecretFilter())
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

@@ -44,3 +44,9 @@ def test_afterwards_nobody_listens_and_loggers_are_as_before(capsys: pytest.Capt
     tell(states()[0])
     assert (logger.level, logger.propagate, logger.handlers) == before
     assert capsys.readouterr().err == ""
+
+
+def test_secrets_are_hidden_in_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(bars=False):
+        logging.getLogger("infra.s3").info("%s", "s3://KEY:SECRET@bucket")
+    assert capsys.readouterr().err.endswith("s3://***@bucket\n")
