@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 GRACE_S = 4.0  # between SIGTERM and SIGKILL; keeps a shutdown well under 10 s
 TICK_S = 0.5
 KILL_INTERVAL_S = 0.05
+REAP_S = 5.0  # after SIGKILL: how long the status of a dead command is waited for
 # Names of shared-memory files say who made them (distribute/segments.py): boot, pid namespace, pid, start time.
 SEGMENT = re.compile(r"nogather-([0-9a-f]{8})-(\d+)-(\d+)-(\d+)-.*")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -43,8 +44,8 @@ class ExitRecord:
     started: float
     ended: float = 0.0
     seconds: float = 0.0
-    reason: str = ""  # finished, failed, not_started, terminated, interrupted, deadline, stalled, parent_gone
-    exit_code: int | None = None  # the command's own; negative: ended by that signal; None: it never ran
+    reason: str = "failed"  # finished, failed, not_started, terminated, interrupted, deadline, stalled, parent_gone
+    exit_code: int | None = None  # the command's own; negative: ended by that signal; None: unknown
     first_failure: dict[str, Any] | None = (
         None  # {"rank", "exit_code", "time"} of the rank that first failed by itself
     )
@@ -56,13 +57,15 @@ class Process(NamedTuple):
     """One line of /proc."""
 
     parent: int  # pid
-    state: str  # one letter; Z and X are dead
+    state: str  # of the main thread, one letter; Z and X are dead
+    threads: int
     start: int  # clock ticks after boot
 
     @property
     def lives(self) -> bool:
         """Whether it runs, or may run again."""
-        return self.state not in "ZX"
+        # A main thread that ended before the others is a zombie until they end, and cannot be waited for.
+        return self.state not in "ZX" or (self.state == "Z" and self.threads > 1)
 
 
 def processes() -> dict[int, Process]:
@@ -73,7 +76,7 @@ def processes() -> dict[int, Process]:
             with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 # The name in parentheses may itself contain spaces and parentheses: the last one ends it.
                 fields = file.read().rpartition(b")")[2].split()
-                found[int(entry)] = Process(int(fields[1]), fields[0].decode(), int(fields[19]))
+                found[int(entry)] = Process(int(fields[1]), fields[0].decode(), int(fields[17]), int(fields[19]))
     return found
 
 
@@ -160,24 +163,33 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def run(self, pass_fds: tuple[int, ...]) -> ExitRecord:
-        """Start the command, wait for a reason to end, end everything, and tell."""
+        """Start the command, wait for a reason to end, end everything, and tell, whatever goes wrong here."""
         record = ExitRecord(started=time.time())
         began = time.monotonic()
+        try:
+            self._run(pass_fds, record, began)
+        finally:
+            record.ended = time.time()
+            record.seconds = round(time.monotonic() - began, 3)
+            write_exit(self._folder, record)
+        return record
+
+    def _run(self, pass_fds: tuple[int, ...], record: ExitRecord, began: float) -> None:
         try:
             child = self._start(pass_fds)
         except OSError as error:
             sys.stderr.write(f"cannot start {self._command[0]}: {error}\n")
             record.reason = "not_started"
-        else:
+            return
+        try:
             reason = self._wait(child.pid, began)
             record.first_failure = first_failure(self._folder)  # before ranks fail because they are ended
-            record.leftovers_killed = self._end_tree()
-            child.returncode = record.exit_code = os.waitstatus_to_exitcode(self._status[child.pid])
-            record.reason = reason or ("failed" if record.exit_code else "finished")
+        finally:
+            record.leftovers_killed = self._end_tree(child.pid)
             record.segments_removed = remove_segments((Path("/dev/shm"), Path(tempfile.gettempdir())))
-        record.ended = time.time()
-        record.seconds = round(time.monotonic() - began, 3)
-        return record
+        if child.pid in self._status:
+            child.returncode = record.exit_code = os.waitstatus_to_exitcode(self._status[child.pid])
+        record.reason = reason or ("finished" if record.exit_code == 0 else "failed")
 
     def _start(self, pass_fds: tuple[int, ...]) -> subprocess.Popen:
         return subprocess.Popen(
@@ -231,14 +243,17 @@ class Supervisor:
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
                 self._status[result[0]] = result[1]
 
-    def _end_tree(self) -> int:
-        """SIGTERM to every descendant, then SIGKILL until none is left; returns how many needed it."""
+    def _end_tree(self, pid: int) -> int:
+        """SIGTERM to every descendant, then SIGKILL until none is left; returns how many needed it.
+
+        The status of the command `pid` is waited for, too, but not for ever: nothing depends on it.
+        """
         self._reap()
         living = descendants(os.getpid())
         _send(signal.SIGTERM, living)
         limit = time.monotonic() + self._grace_s
         killed: set[int] = set()
-        while living:
+        while living or (pid not in self._status and time.monotonic() < limit + REAP_S):
             time.sleep(KILL_INTERVAL_S)
             self._reap()
             living = descendants(os.getpid())
@@ -284,7 +299,6 @@ def main(argv: list[str]) -> int:
     )
     # The command keeps the lock too: were this process killed, the lock would last as long as the command.
     record = supervisor.run(() if options.lock_fd is None else (options.lock_fd,))
-    write_exit(options.folder, record)
     return 0 if record.reason == "finished" else 1
 
 

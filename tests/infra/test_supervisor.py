@@ -13,7 +13,17 @@ import pytest
 
 from distribute.segments import new_name
 from infra import supervisor
-from tests.infra.trees import FAKE, living, segments, wait_for, wait_for_tree
+from tests.infra.trees import FAKE, living, segments, tree_pids, wait_for, wait_for_tree
+
+# On SIGTERM the main thread alone ends (the system call exit, not exit_group); another thread runs on.
+HEADLESS = """
+import ctypes, os, pathlib, signal, sys, threading, time
+number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+signal.signal(signal.SIGTERM, lambda *_: ctypes.CDLL(None).syscall(number, 0))
+threading.Thread(target=time.sleep, args=(60,)).start()
+pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+time.sleep(60)
+"""
 
 
 def start(
@@ -62,6 +72,53 @@ def test_deaf_ranks_are_killed_within_ten_seconds(tmp_path):
     record = finish(process, tmp_path, pids)  # the default grace
     assert time.monotonic() - began < 9
     assert record["leftovers_killed"] == 4
+
+
+def test_threads_that_outlive_their_main_thread_are_ended(tmp_path):
+    pids_folder = tmp_path / "pids"
+    pids_folder.mkdir()
+    program = [sys.executable, supervisor.__file__, "--folder", str(tmp_path), "--grace", "2", "--"]
+    command = [sys.executable, "-c", HEADLESS, str(pids_folder)]
+    process = subprocess.Popen([*program, *command], stdin=subprocess.PIPE)
+    assert wait_for(lambda: any(pids_folder.iterdir()))
+    (pid,) = tree_pids(tmp_path)
+    boot, space = new_name().split("-")[1:3]
+    segment = Path(f"/dev/shm/nogather-{boot}-{space}-{pid}-{supervisor.processes()[pid].start}-x")
+    segment.touch()
+    process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: supervisor.processes()[pid].state == "Z", seconds=5)
+    assert supervisor.processes()[pid].lives
+    record = finish(process, tmp_path, {pid})
+    assert (record["reason"], record["exit_code"]) == ("terminated", -signal.SIGKILL)
+    assert record["leftovers_killed"] == 1
+    assert not Path(f"/proc/{pid}").exists()
+    assert not segment.exists()
+
+
+@pytest.mark.parametrize(
+    ("defect", "reason"),
+    [("_wait = lambda *_: time.sleep(1) / 0", "failed"), ("_reap = lambda self: None", "deadline")],
+)
+def test_defect_of_the_supervisor_still_ends_tree_and_is_told(tmp_path, defect, reason):
+    code = (
+        "import sys, time\nfrom infra import supervisor\n"
+        f"supervisor.REAP_S = 0.5\nsupervisor.Supervisor.{defect}\n"
+        "sys.exit(supervisor.main(sys.argv[1:]))\n"
+    )
+    options = ["--folder", str(tmp_path), "--grace", "0.5", "--deadline", "1", "--"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *options, "sleep", "60"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert wait_for(lambda: children(process.pid))
+    pids = children(process.pid)
+    assert process.wait(20) == 1
+    process.stdin.close()
+    assert living(pids) == set()
+    record = json.loads((tmp_path / "exit.json").read_text())
+    assert record["reason"] == reason
+    assert record["ended"] >= record["started"]
 
 
 def test_end_of_stdin_ends_tree(tmp_path):
