@@ -1,4 +1,4 @@
-"""Ends what a killed process leaves behind: `python -m infra.guard`, with its stdin a pipe that the process holds.
+"""Ends what a killed process leaves behind: `python -P -m infra.guard`, with its stdin a pipe that the process holds.
 
 Prefect's embedded server is a child of the flow process and is stopped by an exit handler, which SIGKILL does not
 run. This small process remembers the children of its parent and ends those that outlive it. Ranks do not need
@@ -26,7 +26,7 @@ _SUPERVISOR = Path(supervisor.__file__).name.encode()
 def guarded() -> Iterator[None]:
     """While open, children of this process die with it, even if it is killed by SIGKILL."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "infra.guard"],
+        [sys.executable, "-P", "-m", "infra.guard"],  # -P: nothing in the current folder is imported
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the parent
     )

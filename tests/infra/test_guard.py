@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,7 @@ def lives(pid: int) -> bool:
 
 
 def begin(seconds: float, pids: list[int]) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(seconds)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-P", "-c", PARENT, str(seconds)], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     pids.append(int(process.stdout.readline()))
     process.stdout.close()
@@ -58,3 +59,15 @@ def test_a_parent_that_ends_by_itself_decides_about_its_children(child: list[int
     assert process.wait(30) == 0
     time.sleep(1)
     assert lives(child[0])
+
+
+def test_a_package_in_the_current_folder_is_not_run(
+    child: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "infra").mkdir()
+    (tmp_path / "infra" / "__init__.py").write_text("open('was-run', 'w')")
+    (tmp_path / "infra" / "guard.py").touch()
+    monkeypatch.chdir(tmp_path)
+    process = begin(2, child)
+    assert process.wait(30) == 0  # it waits for the guard
+    assert not (tmp_path / "was-run").exists()
