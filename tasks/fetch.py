@@ -49,15 +49,21 @@ def fetch_source(model: str, workspace: Path) -> Source:
     """
     if Path(model).expanduser().exists():
         return open_folder(model)
+    repo, revision = find_repo(model)
+    with hub_errors(f"{model} is no folder here, and as a model on the Hub it", SourceError):
+        commit = HfApi().model_info(repo, revision=revision).sha
+        folder = workspace / "sources" / repo.replace("/", "--") / str(commit)
+        log.info("fetch: %s at %s into %s", repo, commit, folder)
+        snapshot_download(repo, revision=commit, local_dir=folder, ignore_patterns=NEVER_FETCHED)
+    return _name_content(model, folder)
+
+
+def find_repo(model: str) -> tuple[str, str | None]:
+    """(org/name, revision) of a Hub address; SourceError when it is none."""
     found = _REPO.fullmatch(model)
     if found is None:
         raise SourceError(f"{model} is neither an existing folder nor a Hub model like org/name or org/name@revision")
-    with _hub_errors(f"{model} is no folder here, and as a model on the Hub it", SourceError):
-        commit = HfApi().model_info(found["repo"], revision=found["revision"]).sha
-        folder = workspace / "sources" / found["repo"].replace("/", "--") / str(commit)
-        log.info("fetch: %s at %s into %s", found["repo"], commit, folder)
-        snapshot_download(found["repo"], revision=commit, local_dir=folder, ignore_patterns=NEVER_FETCHED)
-    return _name_content(model, folder)
+    return found["repo"], found["revision"]
 
 
 def open_folder(folder: str) -> Source:
@@ -87,7 +93,7 @@ def fetch_data(calib: str, workspace: Path) -> DataFile:
             "nor a Hub data set like hf://datasets/org/name:split"
         )
     repo = found["repo"]
-    with _hub_errors(f"{calib} is no file here, and as a data set on the Hub it", DataError):
+    with hub_errors(f"{calib} is no file here, and as a data set on the Hub it", DataError):
         info = HfApi().dataset_info(repo)
         name = choose_data_file([sibling.rfilename for sibling in info.siblings or []], found["split"], repo=repo)
         folder = workspace / "data" / repo.replace("/", "--") / str(info.sha)
@@ -141,7 +147,7 @@ def _name_data(address: str, path: Path) -> DataFile:
 
 
 @contextmanager
-def _hub_errors(what: str, kind: type[UserError]) -> Iterator[None]:
+def hub_errors(what: str, kind: type[UserError]) -> Iterator[None]:
     """What the Hub refuses for good is the user's to change; everything else may be tried again."""
     try:
         yield

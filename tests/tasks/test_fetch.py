@@ -9,7 +9,11 @@ import pytest
 from huggingface_hub import constants
 
 from distribute.errors import DataError, SourceError, StageError
+from distribute.plan import make_plan
+from distribute.recipe import Recipe
+from distribute.source import Checkpoint, read_header
 from tasks.fetch import choose_data_file, fetch_data, fetch_source
+from tasks.headers import fetch_headers
 from tests.checkpoints import decoder_tensors, write_checkpoint
 from tests.hub_server import READER, HubServer, Reply
 
@@ -154,3 +158,24 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, content: s
 def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"texts/calib.txt is neither an existing file"):
         fetch_data("texts/calib.txt", tmp_path)
+
+
+def test_a_hub_model_is_planned_from_headers_alone(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add_repo("org/model", {path.name: path.read_bytes() for path in checkpoint.iterdir()})
+    stubs = fetch_headers("org/model", tmp_path)
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    assert sorted(path.name for path in stubs.glob("*.safetensors")) == [path.name for path in weights]
+    for path in stubs.glob("*.safetensors"):
+        header, data = read_header(path)
+        assert header and not any(path.read_bytes()[data:])
+    planned, real = (make_plan(Checkpoint.open(folder), Recipe(), 500) for folder in (stubs, checkpoint))
+    assert (planned.outputs, planned.decisions) == (real.outputs, real.decisions)
+    assert fetch_headers("org/model", tmp_path) == stubs
+    assert fetch_headers(str(checkpoint), tmp_path) == checkpoint
+
+
+def test_an_index_of_the_hub_that_leads_elsewhere_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../../x.safetensors"}}
+    hub.add_repo("org/model", {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()})
+    with pytest.raises(SourceError, match="no file of this model"):
+        fetch_headers("org/model", tmp_path)
