@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distribute.checks import check_folder
-from distribute.errors import NogatherError, VerifyError
+from distribute.errors import NogatherError, SourceError, VerifyError
 from distribute.export import FINAL, own_pieces
 from distribute.job import Job, Progress, read_json, write_json
 from distribute.numerics.fp8 import CODECS
@@ -27,6 +27,7 @@ from distribute.tensors import DTYPES, TensorFile, read_entry, to_bytes
 from distribute.work import Piece, cut
 
 Faults = list[str]
+RECEIPT = "receipt.json"
 #: Bytes compared at once: their fp32 copies stay in a core's cache.
 COMPARED_BYTES = 1 << 19
 #: Three mantissa bits keep about 31 dB whatever the weights are; less than this means a wrong scale or wrong rows.
@@ -73,7 +74,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
         if ranks.is_first:
             checks, tensors = _judge(subject, headers, parts)
             _write_report(Path(job.folder), checks, subject.files, tensors)
-            _refuse(checks, export_folder)
+            _refuse(checks, f"the written checkpoint is not sound (remove {export_folder} to have it written anew)")
             return _figures(subject.files, tensors)
     return {}
 
@@ -87,15 +88,36 @@ def _verify_folder(job: Job, ranks: Ranks) -> dict[str, Any]:
     with ranks.together("verify"):
         if ranks.is_first:
             folder = Path(job.source)
+            refuse_plain(folder)
             checks = check_folder(folder)
             files = [
                 {"name": name, "size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
                 for name in checkpoint_files(folder)
             ]
+            checks["receipt"] = receipt_faults(folder, files)
             _write_report(Path(job.folder), checks, files, [])
-            _refuse(checks, folder)
+            _refuse(checks, f"{folder} is not sound")
             return _figures(files, [])
     return {}
+
+
+def refuse_plain(folder: Path) -> None:
+    """Raise SourceError when the folder holds a checkpoint that nobody has quantized."""
+    if not Checkpoint.open(folder).config.get("quantization_config"):
+        raise SourceError(
+            f"{folder} is no quantized checkpoint: its config.json has no quantization_config; "
+            "give the folder that a run has written"
+        )
+
+
+def receipt_faults(folder: Path, files: list[dict[str, Any]]) -> Faults:
+    """Files that differ from what the receipt of their publication says; none without a receipt."""
+    if not (folder / RECEIPT).is_file():
+        return []
+    published = {entry["name"]: entry["sha256"] for entry in read_json(folder / RECEIPT)["files"]}
+    found = {record["name"]: record["sha256"] for record in files}
+    wrong = sorted(name for name, digest in published.items() if found.get(name) != digest)
+    return [f"{name} is not what was published: its sha256 differs from {RECEIPT}" for name in wrong]
 
 
 def _hash_faults(folder: Path, files: list[dict[str, Any]], progress: Progress) -> Faults:
@@ -246,14 +268,11 @@ def _write_report(
     write_json(folder / "verify.json", report)
 
 
-def _refuse(checks: dict[str, Faults], folder: Path) -> None:
+def _refuse(checks: dict[str, Faults], what: str) -> None:
     faults = [f"{name}: {fault}" for name, found in checks.items() for fault in found]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise VerifyError(
-            f"the checkpoint is not as it should be: {'; '.join(faults[:3])}{more}; "
-            f"remove {folder} and run again to export it anew"
-        )
+        raise VerifyError(f"{what}: {'; '.join(faults[:3])}{more}")
 
 
 def _figures(files: list[dict[str, Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:

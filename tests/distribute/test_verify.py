@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from distribute import export, quantize, verify
 from distribute.checks import check_folder
-from distribute.errors import VerifyError
-from distribute.job import Progress, read_json
+from distribute.errors import SourceError, VerifyError
+from distribute.job import Job, Progress, read_json
 from distribute.numerics.observers import rows_absmax
 from distribute.plan import make_plan
 from distribute.ranks import Ranks
@@ -207,3 +207,28 @@ def test_a_scale_of_another_shape_is_found(run: Path, shape: tuple[int, ...]) ->
     faults = check_folder(folder)["shapes"]
     assert bool(faults) == (tuple(scale.shape) != shape)
     assert all(f"{UP}.input_scale has shape {list(shape)}" in fault for fault in faults)
+
+
+def _verify_alone(folder: Path, root: Path) -> dict:
+    (root / "alone").mkdir(exist_ok=True)
+    job = Job("verify", str(folder), str(root / "alone"), make_recipe({}).model_dump(mode="json"))
+    return verify.run(job, Ranks.start(), Progress(Path(job.folder), 0))
+
+
+def test_a_folder_that_is_not_what_its_receipt_says_is_not_sound(run: Path) -> None:
+    folder = run / "export" / "checkpoint"
+    files = read_json(run / "export" / "files.json")
+    (folder / "receipt.json").write_text(json.dumps({"files": files}))
+    _verify_alone(folder, run)
+    path = _shard_of(run, f"{UP}.weight")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x11")
+    with pytest.raises(VerifyError, match=r"is not sound: receipt: .* is not what was published"):
+        _verify_alone(folder, run)
+
+
+def test_a_plain_model_is_not_verified_and_nobody_is_told_to_remove_it(
+    run: Path, tiny_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(SourceError, match="no quantized checkpoint") as caught:
+        _verify_alone(tiny_model("llama"), run)
+    assert "remove" not in str(caught.value)
