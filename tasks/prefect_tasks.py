@@ -6,21 +6,32 @@ so our keys and manifests decide. Only what talks to a network is tried again, a
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import copy_context
+from typing import Any, cast
+from uuid import UUID
 
 from prefect import Task, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging.handlers import APILogHandler
 
 from distribute.errors import UserError
+from infra.redact import SecretFilter
 from tasks.calibrate import calibrate
 from tasks.export import export
 from tasks.fetch import fetch_data, fetch_source
 from tasks.preflight import check_run, check_workspace
+from tasks.progress import State as Progress
+from tasks.progress import listening, tell
 from tasks.quantize import quantize
 from tasks.report import Report, report
 from tasks.upload import check_target, upload, upload_folder
@@ -31,6 +42,7 @@ log = logging.getLogger(__name__)
 LOGGERS = ("tasks", "infra", "flows")
 RETRIES = 2
 RETRY_DELAY_S = 10
+PROGRESS_INTERVAL_S = 5.0
 
 
 def may_pass(_: Task[..., Any], __: TaskRun, state: State[Any]) -> bool:
@@ -83,19 +95,78 @@ def call_task(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def logs_to_prefect() -> Iterator[None]:
-    """Send our log lines to the current run. Lines of ranks are limited before they come here (infra.follow)."""
+    """Send our log lines and progress to the current run. Lines of ranks are limited before (infra.follow)."""
     handler = APILogHandler(level=logging.INFO)
+    handler.addFilter(SecretFilter())
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     try:
-        yield
+        with _progress_to_prefect():
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
+
+
+class ProgressBar:
+    """One progress artifact of the current run, written by a thread of its own: a server that hangs stops no rank."""
+
+    def __init__(self) -> None:
+        self._latest: Progress | None = None
+        self._shown: Progress | None = None
+        self._artifact: UUID | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True)
+        self._thread.start()
+
+    def update(self, progress: Progress) -> None:
+        """Note how far a stage is; the thread shows the latest."""
+        self._latest = progress
+
+    def close(self) -> None:
+        """Show the latest once more, unless the server takes too long."""
+        self._closed.set()
+        self._thread.join(PROGRESS_INTERVAL_S)
+
+    def _follow(self) -> None:
+        while not self._closed.wait(PROGRESS_INTERVAL_S):
+            self._show()
+        self._show()
+
+    def _show(self) -> None:
+        latest = self._latest
+        if latest is None or latest == self._shown:
+            return
+        percent = 100 * latest.done / max(1, latest.total)
+        text = f"{latest.stage}: {latest.label}, {latest.done} of {latest.total} {latest.unit}"
+        try:
+            if self._artifact is None:
+                self._artifact = cast(UUID, create_progress_artifact(percent, key="progress", description=text))
+            else:
+                update_progress_artifact(self._artifact, percent, description=text)
+            self._shown = latest
+        except Exception as error:  # whatever the client raises; the next turn tries again
+            log.debug("progress could not be shown in the UI: %s", error)
+
+
+@contextmanager
+def _progress_to_prefect() -> Iterator[None]:
+    outside = copy_context()  # its listener, the command line's, is told as before
+    bar = ProgressBar()
+
+    def listener(progress: Progress) -> None:
+        outside.run(tell, progress)
+        bar.update(progress)
+
+    try:
+        with listening(listener):
+            yield
+    finally:
+        bar.close()
 
 
 def show_report(made: Report) -> None:

@@ -1,6 +1,7 @@
 """The flow under a real Prefect server, with the real stages on one rank."""
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -154,3 +155,44 @@ def test_our_log_lines_reach_the_server(flow: Any, built: dict[str, Any], parame
     only = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[state.state_details.flow_run_id]))
     lines = [log.message for log in ask(lambda client: client.read_logs(log_filter=only))]
     assert any("calibrate: " in line and "key" in line for line in lines), lines
+
+
+def test_progress_is_one_artifact_and_none_of_the_log(
+    flow: Any, built: dict[str, Any], parameters: Parameters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from flows.display import shown  # noqa: PLC0415
+
+    sent: list[logging.LogRecord] = []
+    monkeypatch.setattr("tasks.prefect_tasks.APILogHandler.emit", lambda _, record: sent.append(record))
+    with shown(bars=False):
+        state = flow(parameters.model_copy(update={"target": str(tmp_path / "out")}), return_state=True)
+    artifacts = ask(lambda client: client.read_artifacts())
+    run_id = state.state_details.flow_run_id
+    bars = [made for made in artifacts if made.flow_run_id == run_id and made.type == "progress"]
+    assert [bar.data for bar in bars] == [100.0]
+    assert bars[0].description.startswith("upload: ")
+    assert sent and not [record for record in sent if record.name in ("progress", "flows.display")]
+
+
+def test_a_server_that_fails_to_show_progress_fails_nothing(
+    flow: Any, built: dict[str, Any], parameters: Parameters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+
+    def fail(*args: Any, **_: Any) -> None:
+        calls.append(args)
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr("tasks.prefect_tasks.create_progress_artifact", fail)
+    state = flow(parameters.model_copy(update={"target": str(tmp_path / "out")}), return_state=True)
+    assert state.is_completed() and calls
+
+
+def test_secrets_are_hidden_in_what_is_sent(flow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.prefect_tasks import logs_to_prefect  # noqa: PLC0415
+
+    sent: list[str] = []
+    monkeypatch.setattr("tasks.prefect_tasks.APILogHandler.emit", lambda _, record: sent.append(record.getMessage()))
+    with logs_to_prefect():
+        logging.getLogger("infra.s3").info("%s", "s3://KEY:SECRET@bucket")
+    assert sent == ["s3://***@bucket"]
