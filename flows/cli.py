@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distribute.errors import NogatherError
+from distribute.errors import NogatherError, UserError
 from infra.redact import scrub
 
 app = typer.Typer(
@@ -215,9 +217,12 @@ def _run_directly(parameters: Any) -> dict[str, Any]:
 
 def _run_with_prefect(parameters: Any) -> dict[str, Any]:
     prepare_prefect()
+    from prefect.settings import get_current_settings
+
     from flows.quantize_model import quantize_model
     from infra.guard import guarded
 
+    refuse_dead_server(get_current_settings().api.url)
     with guarded():  # the embedded server would survive a SIGKILL of this process
         return quantize_model(parameters)
 
@@ -235,6 +240,21 @@ def prepare_prefect() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def refuse_dead_server(url: str | None) -> None:
+    """Raise UserError when a configured Prefect server does not answer; whatever it answers is an answer."""
+    if not url:
+        return
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the Prefect server at {url} cannot be reached ({getattr(error, 'reason', error)}); start it, "
+            "unset PREFECT_API_URL to use an embedded one, or give --direct"
+        ) from None
 
 
 def _show_plan(parameters: Any, as_json: bool) -> None:

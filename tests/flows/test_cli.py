@@ -168,3 +168,13 @@ def test_the_direct_run_makes_what_verify_and_publish_take(parameters: Parameter
     damaged = nogather("verify", str(copy), *common)
     assert damaged.returncode == 2, damaged.stderr
     assert "model.safetensors: truncated" in damaged.stderr.splitlines()[-1]
+
+
+def test_a_prefect_server_that_does_not_answer_is_told_in_one_line(
+    parameters: Parameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    result = nogather("run", parameters.model, "--recipe", "fp8_dynamic", "--workspace", parameters.workspace)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: the Prefect server at http://127.0.0.1:9/api cannot be")
+    assert "Traceback" not in result.stderr
