@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,21 @@ Workspace = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Publish although the target holds other files.")]
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        _print(f"nogather {version('nogather')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Calibrate, quantize, export without a gather, verify and publish Hugging Face language models."""
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,8 @@ def test_a_prefect_server_that_does_not_answer_is_told_in_one_line(
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: the Prefect server at http://127.0.0.1:9/api cannot be")
     assert "Traceback" not in result.stderr
+
+
+def test_the_version_is_told() -> None:
+    result = RUNNER.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"nogather {version('nogather')}\n")
