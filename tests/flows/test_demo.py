@@ -1,4 +1,4 @@
-"""The demo on its real model with little text; and how the comparison is shown."""
+"""The demo as the command runs it; and how the comparison is shown."""
 
 import io
 import json
@@ -32,14 +32,16 @@ def shown(*, terminal: bool) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_demo_quantizes_a_trained_model_that_still_knows_paris(
     tmp_path: Path, demo_model: Path, demo_text: DemoText
 ) -> None:
-    made = demo(tmp_path, run_directly, nproc=2, samples=16, tokens=1024)
+    made = demo(tmp_path, run_directly, nproc=2)
     assert made.before.answer.strip().startswith("Paris")
     assert made.after.answer.strip().startswith("Paris")
-    assert made.before.tokens == made.after.tokens == 1022
-    assert 0 < made.rise < 0.03  # 2.4% with this little text; 1.6% with the amounts of the command
+    assert made.before.tokens == made.after.tokens == 4088
+    assert 0 < made.rise < 0.02  # with less text than the command's, the figure is noise
     assert 0.60 < made.summary["ratio"] < 0.61
     published = tmp_path / "smollm2-135m-fp8"
     assert made.summary["address"] == str(published)
