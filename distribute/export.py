@@ -93,14 +93,14 @@ def prepare(partial: Path, plan: Plan, files: Sequence[ShardFile]) -> None:
     Raises:
         WorkspaceError: the disk is full.
     """
-    by_file = plan.by_file()
+    by_file = plan.by_file
     for file in files:
         preallocate(partial / file.name, file.size, file_header(by_file[file.name]))
 
 
 def own_pieces(plan: Plan, files: Sequence[ShardFile], ranks: Ranks) -> Iterator[tuple[Output, Piece]]:
     """This rank's pieces of the given files, wave by wave, as the ranks work through them. Holds one wave."""
-    by_file = plan.by_file()
+    by_file = plan.by_file
     for wave in _waves(files, ranks.world):
         outputs = {output.name: output for file in wave for output in by_file[file.name]}
         pieces = [piece for output in outputs.values() for piece in _cut(output)]

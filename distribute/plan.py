@@ -7,6 +7,7 @@ statistics decide (scales) lie beside it in plan.safetensors under the names of 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Plan:
         """Quantized modules in natural order."""
         return [decision.module for decision in self.decisions if decision.action == QUANTIZE]
 
+    @cached_property
     def by_file(self) -> dict[str, list[Output]]:
         """Outputs of each file, in byte order."""
         groups: dict[str, list[Output]] = defaultdict(list)

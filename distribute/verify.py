@@ -235,7 +235,7 @@ def _judge(
 def header_faults(folder: Path, plan: Plan) -> dict[str, Faults]:
     """Faults by file: each header must say what the plan says: names, dtypes, shapes and byte ranges."""
     faults: dict[str, Faults] = {}
-    by_file = plan.by_file()
+    by_file = plan.by_file
     for file in plan.files:
         planned = {output.name: _entry(output) for output in by_file[file.name]}
         try:
