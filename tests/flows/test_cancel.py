@@ -62,7 +62,10 @@ def _wait_for_ranks(process: subprocess.Popen, folder: Path) -> None:
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end:
         paths = folder.glob("workspace/calibrate/*/progress-*.json")
-        if len(ranks(descendants(process.pid))) >= 2 and sum("calibrating" in path.read_text() for path in paths) == 2:
+        if (
+            len(ranks(descendants(process.pid))) >= 2
+            and sum("calibrating" in path.read_text() for path in paths) == 2
+        ):
             return
         assert process.poll() is None, (folder / "run-0.log").read_text()
         time.sleep(0.1)
