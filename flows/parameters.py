@@ -3,16 +3,14 @@
 Empty text means "not given": the UI has no good way to enter null.
 """
 
-import re
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from distribute.errors import RecipeError
 from distribute.recipe import Recipe, load_recipe
-from infra.redact import scrub
+from infra.redact import carries_secret
 from infra.settings import load_settings
 from tasks.sizes import parse_size
 
@@ -64,10 +62,8 @@ class Parameters(BaseModel):
     @field_validator("model", "target", "calib")
     @classmethod
     def _holds_no_secret(cls, value: str) -> str:
-        """Prefect keeps and shows the parameters of every run. The rule of infra.storage, which is slow to import."""
-        parts = urlsplit(value)
-        is_address = "://" in value and ("@" in parts.netloc or parts.query or scrub(value) != value)
-        if is_address or re.match(r"[^/@]*:[^@]*@", value.partition("://")[2] or value):
+        """Prefect keeps and shows the parameters of every run."""
+        if carries_secret(value):
             raise ValueError("holds credentials or a query; give the bare address, and pass secrets by environment")
         return value
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 HIDDEN = "***"
 
@@ -34,6 +35,15 @@ def scrub(text: str, secrets: Iterable[str] = ()) -> str:
     for shape, replacement in _SHAPES:
         text = shape.sub(replacement, text)
     return text
+
+
+def carries_secret(address: str) -> bool:
+    """Whether an address holds a password, a token or a query: addresses are logged and kept in receipts."""
+    _, separator, rest = address.rpartition("://")
+    if re.match(r"[^/@]*:[^@]*@", rest):  # user:password@, also without a scheme, or with a slash in the password
+        return True
+    parts = urlsplit(address)
+    return bool(separator) and ("@" in parts.netloc or bool(parts.query) or scrub(address) != address)
 
 
 class SecretFilter(logging.Filter):

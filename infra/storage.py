@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from distribute.errors import TargetError
 from infra.folder import FolderTarget
 from infra.hub import HubTarget
-from infra.redact import scrub
+from infra.redact import carries_secret, scrub
 from infra.release import LocalFile, check_files, make_receipt
 from infra.s3 import S3Target
 
@@ -123,10 +123,9 @@ def open_target(
 
 def _refuse_secrets(address: str) -> None:
     """An address is logged and kept in the receipt, so it may not carry a password, token or query."""
-    parts = urlsplit(address)
-    if "@" in parts.netloc or parts.query or scrub(address) != address:
+    if carries_secret(address):
         raise TargetError(
-            f"the {parts.scheme}:// address contains credentials or a query; "
+            f"the {urlsplit(address).scheme}:// address contains credentials or a query; "
             "give the bare address and pass secrets by environment or a Prefect block"
         )
 

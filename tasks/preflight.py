@@ -14,6 +14,7 @@ from tasks.calibrate import calibrate_step
 from tasks.export import export_step
 from tasks.run import Run
 from tasks.sizes import format_size
+from tasks.stage import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def check_run(run: Run) -> None:
     calibrate_step(run)
     check_space(export_step(run).folder, plan.nbytes)
     for warning in plan.warnings:
-        log.warning("%s", warning)
+        warn_once(run.run_id, warning)
     log.info(
         "plan: %d of %d modules are quantized, %s become %s in %d files",
         len(plan.quantized),

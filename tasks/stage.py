@@ -118,7 +118,7 @@ def _progress_teller(step: Step) -> Callable[[], None]:
 def _result(step: Step, *, reused: bool, reason: str) -> StageResult:
     result, manifest = read_json(step.folder / "result.json"), read_json(step.folder / NAME)
     for text in result["figures"].get("warnings", []):
-        _warn(step.run.run_id, text)
+        warn_once(step.run.run_id, text)
     return StageResult(
         stage=step.stage,
         key=step.key,
@@ -131,8 +131,9 @@ def _result(step: Step, *, reused: bool, reason: str) -> StageResult:
     )
 
 
-@cache  # once a run: a stage hands the warnings of the one before it on
-def _warn(run_id: str, text: str) -> None:
+@cache  # once a run: the preflight and every stage hand warnings on
+def warn_once(run_id: str, text: str) -> None:
+    """Show a warning to the person, unless this run has done so already."""
     log.warning("warning: %s", text)
 
 
