@@ -3,6 +3,7 @@
 Counted, not assumed: every descendant is noted before, and looked for afterwards.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -27,13 +28,13 @@ Start = Callable[..., subprocess.Popen]
 def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Start]:
     """Starts a run whose calibration takes far longer than the test."""
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(SENTENCES * 2000))
+    text.write_text("\n\n".join(SENTENCES * 6000))
     started: list[subprocess.Popen] = []
     workspace = ["--workspace", str(tmp_path / "workspace"), "--nproc", "2"]
     amount = ["--calib", str(text), "--samples", "4000", "--seq-len", "250", "--batch-size", "1"]
 
     def begin(*options: str) -> subprocess.Popen:
-        model = str(tiny_model("llama", layers=4, hidden=128))
+        model = str(tiny_model("llama", layers=24, hidden=128))
         command = [
             sys.executable,
             "-c",
@@ -119,7 +120,24 @@ def test_the_ranks_end_with_the_flow_process_and_the_next_run_starts_at_once(sta
     assert end_and_count(start("--direct"), signal.SIGTERM) == 143
 
 
+def test_a_stage_that_outruns_its_limit_is_ended_and_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NOGATHER_STAGE_LIMIT_S", "20")
+    process = start("--direct")
+    table = processes()
+    tree = {pid: table[pid].start for pid in descendants(process.pid) if pid in table}
+    assert len(ranks(set(tree))) >= 2
+    assert process.wait(60) == 1
+    assert not left_after(tree, 0) and not segments(tree)
+    (record,) = tmp_path.glob("workspace/calibrate/*/exit.json")
+    assert json.loads(record.read_text())["reason"] == "deadline"
+    assert "limit" in (tmp_path / "run-0.log").read_text().splitlines()[-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_under_prefect_the_embedded_server_ends_too(start: Start, number: int, code: int) -> None:
     assert end_and_count(start(), number) == code
