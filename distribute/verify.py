@@ -54,15 +54,15 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     if "plan" not in job.inputs:
         return _verify_folder(job, ranks)
     plan_folder, export_folder = Path(job.inputs["plan"]), Path(job.inputs["checkpoint"])
-    subject = _Subject(
-        folder=export_folder / FINAL,
-        files=read_json(export_folder / "files.json"),
-        plan=Plan.read(plan_folder / "plan.json"),
-        values=TensorFile(plan_folder / "plan.safetensors"),
-        source=Checkpoint.open(job.source),
-    )
     own: dict[str, Any] = {}
     with ranks.together("verify"):
+        subject = _Subject(
+            folder=export_folder / FINAL,
+            files=read_json(export_folder / "files.json"),
+            plan=Plan.read(plan_folder / "plan.json"),
+            values=TensorFile(plan_folder / "plan.safetensors"),
+            source=Checkpoint.open(job.source),
+        )
         headers = ranks.share(header_faults(subject.folder, subject.plan) if ranks.is_first else None)
         files = subject.files[ranks.rank :: ranks.world]
         progress.start("hash", sum(file["size"] for file in files), "bytes")
