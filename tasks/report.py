@@ -141,7 +141,7 @@ def _stage_row(stage: StageResult) -> dict[str, Any]:
 
 def _readable_stage(row: dict[str, Any]) -> dict[str, Any]:
     memory = ", ".join(format_size(value) for value in row["peak_memory_bytes"])
-    why = "reused" if row["reused"] else f"built: {row['reason']}"
+    why = "reused; seconds and memory are of the run that made it" if row["reused"] else f"built: {row['reason']}"
     return {"stage": row["stage"], "seconds": row["seconds"], "peak memory of each rank": memory, "how": why}
 
 

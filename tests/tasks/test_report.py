@@ -74,7 +74,7 @@ def test_the_report_tells_what_a_person_asks(finished: Run) -> None:
         r"| keep | output head, left by default (\*lm_head\*) | 1 | lm_head |",
         "| quantize | linear layer | 1 | model.layers.0.mlp.up_proj |",
         "| model.layers.0.mlp.up_proj.weight | fp8 | 30.0 |",
-        "| calibrate | 1.5 | 200 MB, 300 MB | reused |",
+        "| calibrate | 1.5 | 200 MB, 300 MB | reused; seconds and memory are of the run that made it |",
         "| export | 1.5 | 200 MB, 300 MB | built: first run |",
         "| upload | 2.25 | no ranks | sent 1.2 kB |",
         "| samples | 500 |",
