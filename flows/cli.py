@@ -275,11 +275,11 @@ def refuse_dead_server(url: str | None) -> None:
 
 def _show_plan(parameters: Any, as_json: bool) -> None:
     from distribute.plan import make_plan
+    from distribute.sizes import parse_size
     from distribute.source import Checkpoint
     from flows.display import shown
     from flows.tables import plan_json, plan_text
     from tasks.headers import fetch_headers
-    from tasks.sizes import parse_size
 
     recipe = parameters.load_recipe()
     with shown():
@@ -289,7 +289,7 @@ def _show_plan(parameters: Any, as_json: bool) -> None:
 
 
 def _show_summary(summary: dict[str, Any], as_json: bool) -> None:
-    from tasks.sizes import format_size
+    from distribute.sizes import format_size
 
     if as_json:
         _print(summary)

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from distribute.errors import StageError, UserError
+from distribute.sizes import format_size
 from flows.parameters import Parameters, make_parameters
 from flows.tables import align
 from tasks.demo_model import make_demo_model, make_demo_text
-from tasks.sizes import format_size
 
 log = logging.getLogger(__name__)
 

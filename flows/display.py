@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from distribute.sizes import format_size
 from infra.redact import SecretFilter
 from tasks.progress import State, listening
-from tasks.sizes import format_size
 
 PROGRESS = "progress"  # lines for this terminal alone: tasks.prefect_tasks sends the other loggers to the server
 LOGGERS = ("tasks", "infra", "flows", PROGRESS)

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from distribute.errors import RecipeError
 from distribute.recipe import Recipe, load_recipe
+from distribute.sizes import parse_size
 from infra.redact import carries_secret
 from infra.settings import load_settings
-from tasks.sizes import parse_size
 
 
 class Parameters(BaseModel):

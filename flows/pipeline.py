@@ -12,6 +12,7 @@ from typing import Any
 
 from distribute.job import read_json
 from distribute.recipe import Recipe
+from distribute.sizes import parse_size
 from flows.parameters import Parameters
 from infra.launch import default_nproc
 from infra.settings import load_settings
@@ -22,7 +23,6 @@ from tasks.preflight import check_run, check_workspace
 from tasks.quantize import quantize
 from tasks.report import Report, report
 from tasks.run import Calibration, Run, new_run_id
-from tasks.sizes import parse_size
 from tasks.upload import check_target, upload, upload_folder
 from tasks.verify import verify, verify_folder
 

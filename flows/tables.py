@@ -6,8 +6,8 @@ from typing import Any
 
 from distribute.layers import KEEP
 from distribute.plan import Plan
+from distribute.sizes import format_size
 from distribute.source import Checkpoint, text_config
-from tasks.sizes import format_size
 
 NAMED_KEYS = (
     "model_type",

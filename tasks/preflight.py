@@ -7,13 +7,13 @@ from pathlib import Path
 
 from distribute.errors import TargetError, WorkspaceError
 from distribute.plan import Plan, make_plan
+from distribute.sizes import format_size
 from distribute.source import Checkpoint
 from infra.folder import FolderTarget
 from infra.storage import open_target
 from tasks.calibrate import calibrate_step
 from tasks.export import export_step
 from tasks.run import Run
-from tasks.sizes import format_size
 from tasks.stage import warn_once
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from distribute.job import read_json, write_json
+from distribute.sizes import format_size
 from tasks.export import CHECKPOINT, export_step
 from tasks.plots import plot_sqnr
 from tasks.quantize import quantize_step
 from tasks.run import Run
-from tasks.sizes import format_size
 from tasks.stage import StageResult
 from tasks.verify import verify_step
 

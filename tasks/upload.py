@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from distribute.job import read_json, write_json
+from distribute.sizes import format_size
 from infra.release import RECEIPT
 from infra.storage import LocalFile, open_target, publish
 from tasks.export import CHECKPOINT, export_step
 from tasks.progress import State, tell
 from tasks.run import Run
-from tasks.sizes import format_size
 from tasks.stage import StageResult
 from tasks.verify import verify_step
 

@@ -20,7 +20,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 400
 
 #: What the flow process may import of distribute: none of it imports torch.
-TORCH_FREE = {"recipe", "job", "errors", "source", "layers", "plan", "dialects", "passthrough", "shards", "work"}
+TORCH_FREE = {"recipe", "job", "errors", "source", "layers", "plan", "dialects", "passthrough", "shards", "sizes", "work"}
 #: Of our own packages, what each may import.
 MAY_IMPORT = {
     "flows": {"flows", "tasks", "infra", "distribute"},

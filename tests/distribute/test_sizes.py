@@ -1,7 +1,7 @@
 import pytest
 
 from distribute.errors import RecipeError
-from tasks.sizes import format_size, parse_size
+from distribute.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(
