@@ -66,6 +66,19 @@ class Ranks:
         control = Control.of(range(world) if joined else [0], limit_s=wait_limit_s)
         return cls(rank, world, local_rank, device, dist.group.WORLD if joined else None, control, owns_group)
 
+    @classmethod
+    def join(cls, *, wait_limit_s: float | None = None) -> "Ranks":
+        """Take part in the process group that the caller has initialised; alone without one. Called by all ranks.
+
+        For library calls in somebody else's program: no device is chosen, and `close` leaves the group alone.
+        """
+        joined = dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        control = Control.of(range(world) if joined else [0], limit_s=wait_limit_s)
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        group = dist.group.WORLD if joined else None
+        return cls(rank, world, local_rank, torch.device("cpu"), group, control, owns_group=False)
+
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that decides and publishes."""
