@@ -21,7 +21,7 @@ WEIGHTS = (
 #: Files of the checkpoint itself that export writes, or that an older export or tool left.
 OWN_FILES = (
     "config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json",
-    "quant_log.csv", "recipe.yaml", "recipe.yml", "receipt.json",
+    "quant_log.csv", "recipe.yaml", "recipe.yml", "receipt.json", "SHA256SUMS",
 )  # fmt: skip
 #: Folders that hold a second copy of the weights.
 SECOND_COPIES = ("original", "onnx", "gguf", "coreml", "openvino")

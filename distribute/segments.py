@@ -91,15 +91,20 @@ def collect_dead(folder: Path) -> int:
     except OSError:
         return 0
     for name in names:
-        match = _NAME.fullmatch(name)
-        # A pid says something only in its own boot and pid namespace: elsewhere the owner may live unseen.
-        if match is None or (match["boot"], match["space"]) != (_boot_id()[:8], str(_pid_namespace())):
-            continue
-        if _start_time(match["pid"]) != int(match["start"]):
+        if owner_lives(name) is False:
             with contextlib.suppress(OSError):  # another rank was faster, or the file belongs to another user
                 (folder / name).unlink()
                 removed += 1
     return removed
+
+
+def owner_lives(name: str) -> bool | None:
+    """Whether the process that made `name` with `new_name` still runs; None when that cannot be known here."""
+    match = _NAME.fullmatch(name)
+    # A pid says something only in its own boot and pid namespace: elsewhere the owner may live unseen.
+    if match is None or (match["boot"], match["space"]) != (_boot_id()[:8], str(_pid_namespace())):
+        return None
+    return _start_time(match["pid"]) == int(match["start"])
 
 
 @cache

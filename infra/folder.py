@@ -6,30 +6,21 @@ moment without a folder. Files are copied, never linked or moved: editing a publ
 change the workspace's own. Files of the owner in an older export's folder are carried over.
 """
 
-import ctypes
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distribute.errors import StageError, TargetError
+from distribute.swap import UNUSABLE, lock_of, put_in_place, recover, release_lock, sync_folder, take_lock
 from infra.release import RECEIPT, LocalFile, stale_names
 
 _CHUNK_BYTES = 4 << 20
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-
-#: What the user can mend: no permission, no such place, no room.
-UNUSABLE = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL,
-    errno.ENOSPC, errno.EDQUOT,
-)  # fmt: skip
 
 
 class FolderTarget:
@@ -40,8 +31,7 @@ class FolderTarget:
         self.folder = folder.resolve()
         self.overwrite = overwrite
         self._partial = self.folder.with_name(f".{self.folder.name}.nogather-partial")
-        self._aside = self.folder.with_name(f".{self.folder.name}.nogather-old")
-        self._lock_path = self.folder.with_name(f".{self.folder.name}.nogather-lock")
+        self._lock_path = lock_of(self.folder)
         self._lock: int | None = None  # descriptor, from `plan` to `seal` or `discard`
 
     @property
@@ -119,25 +109,15 @@ class FolderTarget:
     # ---- parts
 
     def _acquire(self) -> None:
-        """Keep other runs out of the copy. The kernel lets go when this process ends, however it ends."""
+        """Keep other runs out of the copy."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        while self._lock is None:
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                raise TargetError(f"another run is publishing to {self.folder}; wait for it or stop it") from None
-            # The one who had it may have removed the file between our open and our lock.
-            if self._lock_path.exists() and os.fstat(fd).st_ino == self._lock_path.stat().st_ino:
-                self._lock = fd
-            else:
-                os.close(fd)
+        self._lock = self._lock or take_lock(self._lock_path)
+        if self._lock is None:
+            raise TargetError(f"another run is publishing to {self.folder}; wait for it or stop it")
 
     def _release(self) -> None:
         assert self._lock is not None
-        self._lock_path.unlink(missing_ok=True)
-        os.close(self._lock)
+        release_lock(self._lock_path, self._lock)
         self._lock = None
 
     def _look(self) -> str:
@@ -197,21 +177,16 @@ class FolderTarget:
                 shutil.copy2(self.folder / name, self._partial / name, follow_symlinks=False)
 
     def _swap(self) -> None:
-        if not self.folder.exists():
-            self._partial.rename(self.folder)
-        elif _exchange(self._partial, self.folder):
-            shutil.rmtree(self._partial)
-        else:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self.folder.rename(self._aside)
-            self._partial.rename(self.folder)
-            shutil.rmtree(self._aside)
-        _sync_folder(self.folder.parent)
+        old = put_in_place(self._partial, self.folder)
+        sync_folder(self.folder.parent)
+        if old is not None:
+            shutil.rmtree(old)
 
     def _recover(self) -> None:
-        """A kill between the two renames left the older export aside: put it back."""
-        if self._aside.exists() and not self.folder.exists():
-            self._aside.rename(self.folder)
+        """A kill between two renames left the older export aside: put it back."""
+        if self.folder.parent.is_dir() and (lock := take_lock(self._lock_path)) is not None:
+            recover(self.folder)
+            release_lock(self._lock_path, lock)
 
     @contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -245,21 +220,3 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # some network file systems refuse to sync a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step (renameat2 with RENAME_EXCHANGE); False where that is not offered."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    names = os.fsencode(first), os.fsencode(second)
-    return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0

@@ -17,7 +17,7 @@ STAYS = (
     "pytorch_model.bin", "model.gguf", "consolidated.pth", "original/params.json", ".cache/token", ".env", ".gitattributes",
     "adapter_model.safetensors", "pytorch_model.bin.index.json", "recipe.yaml", "quantize_config.json",
     "hf_quant_config.json", "onnx/model.onnx", "training_args.bin", "optimizer.pt", "adapter_config.json",
-    "consolidated.json", "old.safetensors/x.json",
+    "consolidated.json", "old.safetensors/x.json", "SHA256SUMS",
 )  # fmt: skip
 
 

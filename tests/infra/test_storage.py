@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from distribute import swap
 from distribute.errors import StageError, TargetError
 from infra import folder as folder_module
 from infra.redact import SecretFilter, scrub
@@ -187,7 +188,7 @@ def test_an_older_export_is_replaced_and_the_owners_files_stay(
     tmp_path: Path, make_files: MakeFiles, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(folder_module, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(swap, "exchange", lambda first, second: False)
     out = tmp_path / "out"
     publish_to(out, make_files(shards=5, extra={"chat_template.jinja": b"old"}))
     (out / "README.md").write_bytes(b"by the owner")
