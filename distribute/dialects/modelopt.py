@@ -3,12 +3,12 @@
 Owns names, dtypes, shapes and JSON, not numbers. Torch-free.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
+from distribute.dialects import modelopt_blocks
+from distribute.dialects.modelopt_blocks import HF_QUANT_CONFIG, LayerFormat
 from distribute.dialects.spec import (
-    PRODUCER,
     ShareGroups,
     TensorSpec,
     expert_gate_up_groups,
@@ -16,8 +16,8 @@ from distribute.dialects.spec import (
 )
 from distribute.recipe import Scheme
 
-#: quant_algo by granularity of the weight scale.
-_ALGO = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN"}
+#: Format by granularity of the weight scale.
+_FORMATS = {"tensor": LayerFormat("fp8"), "channel": LayerFormat("fp8_pc_pt")}
 
 
 def codec(scheme: Scheme) -> str:
@@ -54,55 +54,15 @@ def quantization_config(
     quantized: Iterable[str], kept: Iterable[str], scheme: Scheme, *, embeddings: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The `quantization_config` block of config.json. Only per tensor FP8 names its operands."""
-    operand = {"dynamic": False, "num_bits": 8, "type": "float"}
-    group = {"input_activations": dict(operand), "weights": dict(operand), "targets": ["Linear"]}
-    algo = _ALGO[scheme.weights.granularity]
-    return {
-        **({"config_groups": {"group_0": group}} if algo == "FP8" else {}),
-        "ignore": exclude_modules(quantized, (*kept, *embeddings)),
-        "quant_algo": algo,
-        "producer": dict(PRODUCER),
-        "quant_method": "modelopt",
-    }
+    return modelopt_blocks.quantization_config(_layers(quantized, (*kept, *embeddings), scheme))
 
 
 def extra_files(
     quantized: Iterable[str], kept: Iterable[str], scheme: Scheme, *, embeddings: Iterable[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """hf_quant_config.json, which must agree with the block in config.json."""
-    quantization = {
-        "quant_algo": _ALGO[scheme.weights.granularity],
-        "kv_cache_quant_algo": None,
-        "exclude_modules": exclude_modules(quantized, (*kept, *embeddings)),
-    }
-    return {"hf_quant_config.json": {"producer": dict(PRODUCER), "quantization": quantization}}
+    return {HF_QUANT_CONFIG: modelopt_blocks.hf_quant_config(_layers(quantized, (*kept, *embeddings), scheme))}
 
 
-def exclude_modules(quantized: Iterable[str], kept: Iterable[str]) -> list[str]:
-    """Patterns, sorted, that match every kept module and no quantized one.
-
-    Each kept name is shortened to its shortest dotted prefix P for which `P*` matches no quantized module, else
-    `P.*` if that matches none and P is not quantized itself, else the exact name.
-    """
-    names = sorted(quantized)
-    return sorted({_shorten(name, names) for name in kept})
-
-
-def _shorten(name: str, quantized: list[str]) -> str:
-    dots = (i for i, character in enumerate(name) if character == ".")
-    for prefix in (name[:i] for i in dots):
-        if not _any_startswith(prefix, quantized):
-            return prefix + "*"
-        if not _any_startswith(prefix + ".", quantized) and not _contains(prefix, quantized):
-            return prefix + ".*"
-    return name
-
-
-def _any_startswith(prefix: str, names: list[str]) -> bool:
-    i = bisect_left(names, prefix)
-    return i < len(names) and names[i].startswith(prefix)
-
-
-def _contains(name: str, names: list[str]) -> bool:
-    i = bisect_left(names, name)
-    return i < len(names) and names[i] == name
+def _layers(quantized: Iterable[str], kept: Iterable[str], scheme: Scheme) -> dict[str, LayerFormat | None]:
+    return dict.fromkeys(kept) | dict.fromkeys(quantized, _FORMATS[scheme.weights.granularity])

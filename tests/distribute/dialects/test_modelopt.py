@@ -1,7 +1,6 @@
 """The modelopt dialect against what nvidia-modelopt wrote."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from distribute.numerics.fp8 import CODECS
 from distribute.numerics.observers import rows_absmax
 from distribute.recipe import PRESETS
 from distribute.tensors import DTYPES
-from tests.golden import CASES, GOLDEN, raw, read_golden
+from tests.golden import CASES, raw, read_golden
 
 EACH_CASE = pytest.mark.parametrize("case", CASES)
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
@@ -88,11 +87,6 @@ def test_both_json_files_equal_the_reference_apart_from_the_producer(case: str, 
     files = modelopt.extra_files(*arguments, embeddings=[EMBEDDING])
     assert json.dumps(written) == json.dumps(config)  # key order included
     assert json.dumps(files) == json.dumps({"hf_quant_config.json": separate})
-
-
-@pytest.mark.parametrize("case", json.loads((GOLDEN / "exclude_modules.json").read_text()))
-def test_kept_names_are_shortened_as_the_reference_shortens_them(case: dict[str, Any]) -> None:
-    assert modelopt.exclude_modules(case["quantized"], case["kept"]) == case["exclude_modules"]
 
 
 def test_experts_share_by_block_and_by_expert() -> None:
