@@ -209,7 +209,7 @@ def _plain_placement(name: str, placement: Placement, dims: int) -> tuple:
     if isinstance(placement, Shard | _StridedShard) and type(placement) in (Shard, _StridedShard):
         return ("S", placement.dim % dims, int(getattr(placement, "split_factor", 1)))
     if isinstance(placement, Partial):
-        raise UserError(f"{name} is {placement}: its sum over ranks is not computed yet; redistribute it first")
+        raise UserError(f"{name} is {placement!r}: its sum over ranks is not computed yet; redistribute it first")
     raise UserError(
         f"{name} has placement {placement!r}, which is not known; redistribute it to Shard or Replicate first"
     )
