@@ -10,26 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distribute.numerics.fp8 import BLOCK, CODECS, Codec
+from tests.distribute.numerics.exact import E4M3, FORMATS, nearest
 
-E4M3 = (4, -9)  # significant bits, exponent of the least subnormal
-#: Significant bits and exponent of the least subnormal of the dtypes a weight may have.
-FORMATS = {torch.float32: (24, -149), torch.bfloat16: (8, -133), torch.float16: (11, -24)}
 DTYPES = list(FORMATS)
 ALL_CODECS = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 PER_CHANNEL = pytest.mark.parametrize("codec", [c for c in CODECS.values() if c.per_row], ids=lambda c: c.name)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def nearest(value: Fraction, binary_format: tuple[int, int]) -> Fraction:
-    """Round a magnitude to the nearest number with so many significant bits, ties to even; unbounded above."""
-    bits, least = binary_format
-    if value == 0:
-        return value
-    magnitude = value.numerator.bit_length() - value.denominator.bit_length()
-    if value < Fraction(2) ** magnitude:
-        magnitude -= 1
-    unit = Fraction(2) ** max(magnitude - bits + 1, least)
-    return round(value / unit) * unit
 
 
 def slow_code(codec: Codec, weight: float, scale: float, dtype: torch.dtype) -> int:
