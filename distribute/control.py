@@ -5,81 +5,100 @@ report of a rank that failed always meets whatever its peers wait in next, and e
 instead of waiting for one that will never come. The group is our own: its limit is hours, because a peer may be
 writing files, and has nothing to do with the limit of the caller's compute group.
 
-Never carries tensors of a model, never pickles.
+Tensors of a model travel by `transfer` alone, where no shared memory or file does; nothing is ever pickled.
 """
 
 import json
-import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distribute.channel import Channel
 from distribute.errors import BY_NAME, NogatherError, RankError, UserError
-
-log = logging.getLogger(__name__)
 
 WAIT_LIMIT_VARIABLE = "NOGATHER_WAIT_LIMIT_S"  # seconds a rank waits for its peers, for callers without Ranks
 WAIT_LIMIT_S = 6 * 3600.0
-HEARTBEAT_S = 60.0
-LONGEST_POLL_S = 0.02
 
 
 class Control:
     """The control group of some ranks. Works alone, without a process group.
 
-    `members` are global ranks in ascending order.
+    One for each call that needs another `limit_s`; those of the same ranks and group share one channel.
     """
 
-    def __init__(self, rank: int, members: tuple[int, ...], store: dist.Store | None, limit_s: float):
-        self.rank = rank
-        self.members = members
+    def __init__(self, channel: Channel, limit_s: float):
         self.limit_s = limit_s
-        self._store = store
-        self._gloo: Any = None  # a ProcessGroupGloo; its collectives are not in torch's type stubs
-        if store is not None:
-            # Not dist.new_group: all ranks would have to call it, or (use_local_synchronization) the members must
-            # have made equally many groups before, since torch takes their number into the name they meet by.
-            place, limit = members.index(rank), timedelta(seconds=limit_s)
-            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place, len(members), limit)
-        self._exchanges = 0
-        self._lost: RankError | None = None
-        self._agreed: weakref.ref[Exception] | None = None  # weak: an error keeps whole frames alive
+        self._channel = channel
 
     @classmethod
-    def of(cls, ranks: Sequence[int], *, limit_s: float | None = None) -> "Control":
-        """The control group of `ranks`; made once, by the first call. Called by all of `ranks`, in any order of them.
+    def of(
+        cls,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        *,
+        limit_s: float | None = None,
+        step: str = "meeting",
+    ) -> "Control":
+        """The control group of `ranks`. Called by all of `ranks`, in any order of them; the first call connects them.
+
+        Threads that call at the same time need a `group` each, as for any collective of torch.
+
+        Args:
+            ranks: global ranks.
+            group: a process group of exactly these ranks; only its name is used. None: the default group.
+            limit_s: how long to wait for a peer (None: NOGATHER_WAIT_LIMIT_S, or six hours).
+            step: what the ranks meet for, for messages.
 
         Raises:
-            UserError: this rank is not in `ranks`, a rank is named twice, or there is no process group to join.
+            UserError: this rank is not in `ranks`, a rank is named twice, the group has other members, or there is
+                no process group to join.
+            RankError: a rank did not come.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         members = tuple(sorted(ranks))
-        _check_members(rank, members)
+        _check_members(rank, members, group)
         limit_s = limit_s if limit_s is not None else float(os.environ.get(WAIT_LIMIT_VARIABLE, WAIT_LIMIT_S))
         if len(members) == 1:
-            return cls(rank, members, None, limit_s)
-        world = dist.group.WORLD
+            return cls(Channel(rank, members), limit_s)
+        world: Any = dist.group.WORLD
         if _cache.world is not world:  # a new process group: the store of the old one is gone
-            _cache.world, _cache.controls = world, {}
-        if members not in _cache.controls:
-            assert world is not None
-            store = dist.PrefixStore(f"nogather/control/{members}", world.get_group_store())
-            _cache.controls[members] = cls(rank, members, store, limit_s)
-        return _cache.controls[members]
+            _cache.world, _cache.channels = world, {}
+        key = (members, "" if group is None or group is world else group.group_name)
+        if key not in _cache.channels:
+            # A clone: a store serves one thread at a time, and one that waits would hold up all others.
+            store = dist.PrefixStore(f"nogather/control/{key}", world.get_group_store().clone())
+            channel = Channel(rank, members, store)
+            _cache.channels[key] = channel
+            channel.connect(step, limit_s)
+        return cls(_cache.channels[key], limit_s)
 
     @staticmethod
     def close_all() -> None:
         """Close the connections of every control group, so that peers that wait for this rank learn it has left."""
-        for control in _cache.controls.values():
-            control._gloo = None
-        _cache.world, _cache.controls = None, {}
+        for channel in _cache.channels.values():
+            channel.close()
+        _cache.world, _cache.channels = None, {}
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._channel.rank
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks in ascending order."""
+        return self._channel.members
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to its peers so far, records and tensors, through this and equal groups."""
+        return self._channel.bytes_sent
 
     def exchange(self, step: str, payload: Any = None, *, error: Exception | None = None) -> dict[int, Any]:
         """Every member's JSON payload by rank. Called by all members; `error` says that this one failed.
@@ -89,12 +108,34 @@ class Control:
                 or did not come within the limit. A UserError is raised as it is, since it is the cause.
         """
         report = {"step": step, "payload": payload, "error": _describe(error) if error else None}
-        reports = dict(zip(self.members, map(json.loads, self._all_gather(json.dumps(report), step)), strict=True))
+        texts = self._channel.all_gather(json.dumps(report).encode(), step, self.limit_s)
+        reports = dict(zip(self.members, map(json.loads, texts), strict=True))
         failure = _agreed_error(reports)
         if failure is not None:
-            self._agreed = weakref.ref(failure)
+            self._channel.agreed = weakref.ref(failure)
             raise failure from error
         return {rank: report["payload"] for rank, report in reports.items()}
+
+    def transfer(self, step: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Fill the tensors of `receives` with those that the peers send here. Called by all members.
+
+        Begins with an exchange, so that a member that failed before is heard of.
+
+        Args:
+            sends: contiguous uint8 CPU tensors by the global rank they go to; this rank itself is allowed.
+            receives: the same by the rank they come from; a tensor for every one that is sent, of its size.
+
+        Raises:
+            NogatherError: as `exchange`, before and during the transfer.
+        """
+        totals = self.call(step, partial(_totals, sends, receives)).values()
+        sent, received = (sum(total) for total in zip(*totals, strict=True))
+        assert sent == received, f"{step}: {sent} bytes are sent, but {received} are expected"
+        if self.rank in receives:
+            receives[self.rank].copy_(sends[self.rank])
+        if sent and len(self.members) > 1:
+            others = [{p: t for p, t in side.items() if p != self.rank and t.numel()} for side in (sends, receives)]
+            self._channel.transfer(others[0], others[1], step, self.limit_s)
 
     def call(self, step: str, work: Callable[[], Any]) -> dict[int, Any]:
         """Do `work` and exchange what it returns (JSON) or how it failed. Called by all members."""
@@ -115,91 +156,27 @@ class Control:
         try:
             yield
         except Exception as error:
-            if self._agreed is not None and self._agreed() is error:
+            if self._channel.agreed is not None and self._channel.agreed() is error:
                 raise  # every member has this error already: nobody is left to tell
             failure = error
         self.exchange(step, error=failure)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """In place, element-wise max of an integer CPU tensor. Called by all members, right after an exchange."""
-        if len(self.members) > 1:
-            assert self._gloo is not None, "closed"
-            self._wait(self._gloo.allreduce(tensor, dist.ReduceOp.MAX), "all_reduce_max")
-
-    def _all_gather(self, text: str, step: str) -> list[str]:
-        if len(self.members) == 1:
-            return [text]
-        if self._lost is not None:
-            raise RankError(self._lost.step, self._lost.reasons)
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._exchanges += 1
-        started = time.monotonic()
-        try:
-            self._set_arrived()
-            sizes = [size.item() for size in self._gather_equal(torch.tensor([data.numel()], device="cpu"), step)]
-            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
-            padded[: data.numel()] = data
-            rows = self._gather_equal(padded, step)
-        except RuntimeError as error:
-            self._lost = self._find_lost(step, error, time.monotonic() - started)
-            self._agreed = weakref.ref(self._lost)
-            raise self._lost from error
-        return [row.numpy()[: int(size)].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-    def _gather_equal(self, tensor: torch.Tensor, step: str) -> list[torch.Tensor]:
-        assert self._gloo is not None, "closed"
-        rows = [torch.empty_like(tensor) for _ in self.members]
-        self._wait(self._gloo.allgather(rows, tensor), step)
-        return rows
-
-    def _wait(self, work: Any, step: str) -> None:
-        """Wait without blocking, so that the log shows once a minute for whom. Gloo ends it at the limit."""
-        started, beat = time.monotonic(), HEARTBEAT_S
-        while not work.is_completed():
-            waited = time.monotonic() - started
-            if waited >= beat:
-                log.warning("rank %d has waited %.0f s at %r for ranks %s", self.rank, waited, step, self._absent())
-                beat += HEARTBEAT_S
-            time.sleep(min(LONGEST_POLL_S, 0.0002 + waited / 10))
-        work.wait()
-
-    def _set_arrived(self) -> None:
-        assert self._store is not None
-        self._store.set(f"arrived/{self.rank}", str(self._exchanges))
-
-    def _absent(self) -> list[int]:
-        """Members that have not come to the present exchange."""
-        assert self._store is not None
-        keys = {rank: f"arrived/{rank}" for rank in self.members}
-        known = {rank: int(self._store.get(key)) if self._store.check([key]) else 0 for rank, key in keys.items()}
-        return [rank for rank, exchanges in known.items() if exchanges < self._exchanges]
-
-    def _find_lost(self, step: str, error: RuntimeError, waited_s: float) -> RankError:
-        """Who is missing. The first rank to find out leaves its finding in the store, so that all say the same."""
-        late = waited_s >= self.limit_s
-        reason = f"did not come to {step!r} within {self.limit_s:g} s" if late else f"ended before {step!r}"
-        finding = RankError(step, {self.rank: f"lost its peers: {_one_line(error)}"})
-        assert self._store is not None
-        try:
-            if absent := self._absent():
-                finding = RankError(step, dict.fromkeys(absent, reason))
-            text = self._store.compare_set("lost", "", json.dumps(_describe(finding)))
-            return _rebuild(json.loads(text))  # type: ignore[return-value]
-        except RuntimeError:  # the store is gone as well: its host ended
-            return finding
+        self._channel.all_reduce_max(tensor, "all_reduce_max", self.limit_s)
 
 
 class _Cache:
-    """Control groups of the present process group: making one costs a rendezvous of its members."""
+    """Channels of the present process group: making one costs a rendezvous of its members."""
 
     world: Any = None
-    controls: dict[tuple[int, ...], Control] = {}  # noqa: RUF012  one a process, like the process group itself
+    channels: dict[tuple[tuple[int, ...], str], Channel] = {}  # noqa: RUF012  one a process, like the group itself
 
 
 _cache = _Cache()
 
 
-def _check_members(rank: int, members: tuple[int, ...]) -> None:
+def _check_members(rank: int, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
     if len(set(members)) != len(members):
         raise UserError(f"ranks {list(members)} name a rank twice; name each rank once")
     if rank not in members:
@@ -208,6 +185,16 @@ def _check_members(rank: int, members: tuple[int, ...]) -> None:
         raise UserError(
             f"ranks {list(members)} need a process group; call torch.distributed.init_process_group first"
         )
+    if group is not None:
+        given = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+        if set(given) != set(members):
+            raise UserError(f"the given group has ranks {given}, which must be the same as ranks {list(members)}")
+
+
+def _totals(*sides: Mapping[int, torch.Tensor]) -> list[int]:
+    for tensor in (tensor for side in sides for tensor in side.values()):
+        assert tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return [sum(tensor.numel() for tensor in side.values()) for side in sides]
 
 
 def _one_line(error: Exception) -> str:

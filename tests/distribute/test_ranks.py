@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distribute import control
+from distribute import channel
 from distribute.control import Control
 from distribute.errors import RankError, SourceError, UserError, VerifyError
 from distribute.ranks import Ranks
@@ -177,8 +177,8 @@ def waits(mode):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    control.log.addHandler(handler)
-    control.HEARTBEAT_S = 1
+    channel.log.addHandler(handler)
+    channel.HEARTBEAT_S = 1
     with Ranks.start(wait_limit_s=3600 if mode == "ends" else 4) as ranks:
         ranks.barrier()
         if not ranks.is_first:
