@@ -85,6 +85,7 @@ _WORDS = {
     "w4a8_nvfp4_fp8": _Words("W4A8_NVFP4_FP8", _fp4_of_fp8, grouped=True),
     "w4a8_mxfp4_fp8": _Words("W4A8_MXFP4_FP8", _fp4_of_fp8, grouped=True),
     "mxfp4": _Words("MXFP4", lambda size: _mx(4, size), grouped=True),
+    "w4a16_mxfp4": _Words("W4A16_MXFP4", lambda size: {"weights": _mx(4, size)["weights"]}, grouped=True),
     "mxfp8": _Words("MXFP8", lambda size: _mx(8, size), grouped=True),
     "int4_awq": _Words(
         "W4A16_AWQ", lambda size: {"weights": _number(4, "int", group_size=size)},
