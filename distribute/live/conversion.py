@@ -32,7 +32,7 @@ from distribute.errors import UserError
 
 Shape = tuple[int, ...]
 #: Columns of a stand-in: enough to see whether an operation moves, splits or joins columns.
-PROBE_WIDTH = 8
+PROBE_WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,9 @@ class Conversion:
             # One number is left out between two sources, so that a run of numbers never spans both.
             after += flat_rows(shapes[name]) + 1
             group.converter.add_tensor(target, name, pattern, partial(_probe, shapes[name], starts[name]))  # type: ignore[arg-type]
+        assert after * PROBE_WIDTH < 2**31, f"too many rows for int32: {target}"
         # Some operations compare with the parameter's shape: they shall see that of the stand-in.
-        owner = SimpleNamespace(get_parameter=lambda name: _probe(shapes[name], 0))
+        owner = SimpleNamespace(get_parameter=lambda name: torch.empty(_narrow(shapes[name]), device="meta"))
         try:
             made = group.converter.convert(target, model=owner, config=self._config)
         except Exception as error:  # whatever the operations of a mapping may raise
@@ -179,8 +180,8 @@ def _with_own_classes(module: nn.Module) -> nn.Module:
 def _probe(shape: Shape, start: int) -> Tensor:
     """A narrow stand-in: row r holds (start + r) * PROBE_WIDTH + column."""
     width = min(row_width(shape), PROBE_WIDTH)
-    ids = torch.arange(start, start + flat_rows(shape)).unsqueeze(1) * PROBE_WIDTH + torch.arange(width)
-    return ids.reshape(_narrow(shape))
+    rows = torch.arange(start, start + flat_rows(shape), dtype=torch.int32)
+    return (rows.unsqueeze(1) * PROBE_WIDTH + torch.arange(width, dtype=torch.int32)).reshape(_narrow(shape))
 
 
 def _narrow(shape: Shape) -> Shape:
@@ -200,7 +201,7 @@ def _read(name: str, ids: Tensor, starts: Mapping[str, int], shapes: Mapping[str
         raise _not_rows(name, order)
     table = ids.reshape(-1, columns)
     rows = table[:, 0] // PROBE_WIDTH
-    if not torch.equal(table, rows.unsqueeze(1) * PROBE_WIDTH + torch.arange(columns)):
+    if not torch.equal(table, rows.unsqueeze(1) * PROBE_WIDTH + torch.arange(columns, dtype=torch.int32)):
         raise _not_rows(name, order)
     parts = []
     for first, last in _runs(rows):
