@@ -82,6 +82,8 @@ def hub_module_names(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[
     conversion = Conversion(model)
     stems = {name: name.rstrip("*").rstrip(".") for name in names}
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    # Packed weights may be buffers.
+    shapes |= {name: tuple(value.shape) for name, value in model.named_buffers() if name.endswith(".weight")}
     unpacked = _unpacked(conversion, stems.values(), ())
     converted = conversion.revert(shapes | _fused(unpacked.values(), shapes))
     found: dict[str, dict[str, None]] = defaultdict(dict)  # keys are an ordered set

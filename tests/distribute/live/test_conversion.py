@@ -103,6 +103,23 @@ def test_an_operation_that_fails_is_a_refusal_with_the_names() -> None:
         Conversion(model).revert({"q": (4, 3), "k": (4, 2)})
 
 
+def test_a_model_that_was_converted_for_its_quantization_is_refused() -> None:
+    model = nn.Module()
+    transform = converter(["a", "b"], "joined", Concatenate(0))
+    transform.quantization_operation = Chunk(0)
+    model._weight_conversions = [transform]  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"cannot undo .*; load the model without a quantization config"):
+        Conversion(model)
+
+
+def test_a_stand_in_is_narrow() -> None:
+    """Names of a model of any size cost memory for its rows only."""
+    model = nn.Module()
+    model._weight_conversions = [converter(["a", "b"], "joined", Concatenate(0))]  # type: ignore[assignment]
+    (first, second) = Conversion(model).revert({"joined": (1000, 10**12)})
+    assert first.shape == second.shape == (500, 10**12)
+
+
 def test_a_model_that_transformers_does_not_know_keeps_its_names() -> None:
     (tensor,) = Conversion(nn.Linear(3, 2, bias=False)).revert({"weight": (2, 3)})
     assert tensor == HubTensor("weight", (2, 3), (Part("weight", 0, 2),))

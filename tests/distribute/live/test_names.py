@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM
+from transformers.core_model_loading import Concatenate, WeightConverter
 
 from distribute.errors import UserError
 from distribute.live.names import hub_module_names, hub_tensors
@@ -29,6 +31,14 @@ def test_weights_are_what_save_pretrained_writes(kind: str, tmp_path: Path) -> N
     assert_same(assemble(hub_tensors(loaded, shapes_of(state)), state), expected)
 
 
+def test_a_prefix_that_loading_removed_comes_back(tmp_path: Path) -> None:
+    make("qwen3_5").save_pretrained(tmp_path / "source")
+    text = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "source")
+    expected, state = saved(text, tmp_path / "text"), stored(text)
+    assert expected.keys().isdisjoint(name for name in state if ".layers." in name)
+    assert_same(assemble(hub_tensors(text, shapes_of(state)), state), expected)
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -42,7 +52,7 @@ def test_sharding_changes_no_name(kind: str, tmp_path: Path) -> None:
     model = make(kind)
     expected, state = saved(model, tmp_path), {name: tensor.clone() for name, tensor in stored(model).items()}
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    for module in [module for module in model.modules() if isinstance(module, torch.nn.Linear)][:2]:
+    for module in [module for module in model.modules() if isinstance(module, nn.Linear)][:2]:
         parallelize_module(module, mesh["tp"], ColwiseParallel())
     for module in model.modules():
         if module is not model and isinstance(module, PreTrainedModel):
@@ -155,3 +165,13 @@ def test_module_names_where_the_class_knows_the_prefix() -> None:
         ("vision_tower*",),
         ("language_model.lm_head",),
     ]
+
+
+def test_module_names_of_a_weight_that_is_a_buffer() -> None:
+    model = nn.Module()
+    model.gate_up_proj = nn.Module()
+    model.gate_up_proj.register_buffer("weight", torch.zeros(8, 4, dtype=torch.uint8))
+    model._weight_conversions = [  # type: ignore[assignment]
+        WeightConverter(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight", [Concatenate(0)])
+    ]
+    assert hub_module_names(model, ["gate_up_proj"]) == {"gate_up_proj": ("gate_proj", "up_proj")}
