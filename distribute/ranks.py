@@ -135,9 +135,10 @@ class Ranks:
         """Every rank's record in the order of ranks, on rank 0; an empty list on the others.
 
         A record is None or a nested dict, list or dataclass with tensors anywhere. Travels through the folder
-        `workspace_path` where one is given, else through shared memory of this host.
+        `workspace_path` where one is given, else through shared memory, or the network between hosts.
         """
-        with get_configs_parallel(record, list(range(self.world)), self.group, workspace_path) as records:
+        ranks, limit_s = list(range(self.world)), self.control.limit_s
+        with get_configs_parallel(record, ranks, self.group, workspace_path, limit_s=limit_s) as records:
             return list(records)
 
     def close(self) -> None:

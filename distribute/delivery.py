@@ -1,0 +1,187 @@
+"""Delivery: a value of every rank to the first of them, whole, or the same error on all.
+
+A value lies in a segment of shared memory when both ranks share a host, in a file when there is a workspace folder,
+and travels over the control group where neither works. What is left for the first rank has a name only until it has
+opened it, before this returns. Nothing is written before all ranks have agreed on what is given.
+"""
+
+import json
+import logging
+import mmap
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distribute.control import Control
+from distribute.errors import UserError, WorkspaceError
+from distribute.nested import flatten, unflatten
+from distribute.segments import collect_dead_once, host, map_segment, new_name, write_segment
+from distribute.state import copy_into, from_buffer, plan_layout
+from distribute.state_file import VISIBLE_LIMIT_S, await_state, make_private_folder, write_state
+
+log = logging.getLogger(__name__)
+
+TREE = "tree"
+CHUNK_BYTES = 64 << 20  # of one transfer: each is waited for on its own
+
+
+def deliver(
+    control: Control, name: str, value: Any, ranks: Sequence[int], workspace: Path | None, *, alike: bool = False
+) -> list[Any]:
+    """Every rank's value on the first of `ranks`, in their order; an empty list on the others. Called by all.
+
+    Args:
+        name: of the caller, for messages.
+        alike: values must be tensors of one dtype and shape.
+
+    Raises:
+        UserError: values or arguments do not fit together, or cannot be sent.
+        RankError: a rank failed or did not come.
+    """
+    with ExitStack() as names:
+        return _Delivery(control, name, value, list(ranks), workspace, names).run(alike)
+
+
+class _Delivery:
+    def __init__(
+        self, control: Control, name: str, value: Any, ranks: list[int], workspace: Path | None, names: ExitStack
+    ):
+        self.control, self.name, self.value, self.ranks = control, name, value, ranks
+        self.workspace, self.names = workspace, names
+        self.first = ranks[0]
+        self.values = {self.first: value}  # on the first rank
+
+    def run(self, alike: bool) -> list[Any]:
+        notes = self.control.call(f"{self.name}: compare", partial(self._compare, alike))
+        _refuse_unlike(self.name, self.ranks, notes)
+        sizes = {rank: note["nbytes"] for rank, note in notes.items() if rank != self.first and note["nbytes"]}
+        is_near = notes[self.control.rank]["host"] == notes[self.first]["host"]
+        places: dict[int, Any] = {}
+        if sizes:
+            places = self.control.call(
+                f"{self.name}: write", partial(self._write, self.control.rank in sizes, is_near)
+            )
+        unseen = self.control.call(f"{self.name}: read", partial(self._read, notes, places, sizes))[self.first]
+        if unseen:
+            with self.control.together(f"{self.name}: transfer"):
+                self._transfer({rank: sizes[rank] for rank in unseen})
+        return [self.values[rank] for rank in self.ranks] if self.control.rank == self.first else []
+
+    def _compare(self, alike: bool) -> dict[str, Any]:
+        """A note that says what this rank gives. One without a tensor element is given at once, in the note."""
+        kind = None
+        if alike:
+            if not isinstance(self.value, torch.Tensor):
+                raise UserError(f"{self.name} was given a {type(self.value).__name__}; give a tensor")
+            kind = f"{str(self.value.dtype).removeprefix('torch.')} {list(self.value.shape)}"
+        tree, self.tensors = flatten(
+            self.value
+        )  # on the first rank too: what is refused must not depend on the world
+        self.metadata = {TREE: json.dumps(tree)}
+        self.layout = plan_layout(self.tensors, self.metadata)
+        has_data = self.layout.has_data
+        head = None if has_data or self.control.rank == self.first else self.layout.head.decode("latin-1")
+        given = {"ranks": self.ranks, "nfs": self.workspace is not None, "kind": kind, "host": host()}
+        return given | {"nbytes": self.layout.nbytes if has_data else 0, "head": head}
+
+    def _write(self, has_data: bool, is_near: bool) -> dict[str, Any] | None:
+        """Leave the value where the first rank finds it; None where there is no such place."""
+        if not has_data:
+            return None
+        if self.workspace is not None:
+            make_private_folder(self.workspace)
+            collect_dead_once(self.workspace)
+            path = self.workspace / new_name()
+            self.names.callback(path.unlink, missing_ok=True)
+            return {"path": path.name, "checksum": write_state(path, self.tensors, self.metadata)}
+        if not is_near:
+            return None
+        try:
+            path = write_segment(self.layout.nbytes, partial(copy_into, layout=self.layout, tensors=self.tensors))
+        except WorkspaceError as error:
+            _warn_once(f"{error}; until then tensors travel over the network")
+            return None
+        self.names.callback(path.unlink, missing_ok=True)
+        return {"path": str(path)}
+
+    def _read(self, notes: dict[int, Any], places: dict[int, Any], sizes: dict[int, int]) -> list[int]:
+        """Open what the others left, and say whose is still missing."""
+        unseen = []
+        for rank in self.ranks[1:] if self.control.rank == self.first else ():
+            if rank not in sizes:
+                self._unpack(rank, *from_buffer(bytearray(notes[rank]["head"].encode("latin-1"))))
+            elif self.workspace is not None:
+                path, who = self.workspace / places[rank]["path"], f"the config of rank {rank}"
+                limit_s = min(VISIBLE_LIMIT_S, self.control.limit_s / 2)
+                self._unpack(rank, *await_state(path, partial(places[rank].get, "checksum"), who, limit_s))
+                path.unlink(missing_ok=True)
+            elif not self._read_segment(rank, places[rank], sizes[rank]):
+                unseen.append(rank)
+        if unseen:
+            _warn_once(f"ranks {unseen} share no memory with rank {self.first}: tensors travel over the network")
+        return unseen
+
+    def _read_segment(self, rank: int, place: dict[str, str] | None, nbytes: int) -> bool:
+        if place is None:
+            return False
+        path = Path(place["path"])
+        try:
+            buffer = map_segment(path, nbytes)
+        except FileNotFoundError:  # containers can share /dev/shm and have folders for temporary files of their own
+            return False
+        path.unlink(missing_ok=True)  # from here on a kill leaves nothing
+        self._unpack(rank, *from_buffer(buffer))
+        return True
+
+    def _transfer(self, sizes: dict[int, int]) -> None:
+        """Send what the first rank could not open over the control group."""
+        step = f"{self.name}: transfer"
+        buffers: dict[int, mmap.mmap] = {}
+        self.control.call(f"{self.name}: make room", partial(self._make_room, sizes, buffers))
+        bytes_of = {rank: torch.frombuffer(buffer, dtype=torch.uint8) for rank, buffer in buffers.items()}
+        for begin in range(0, max(sizes.values()), CHUNK_BYTES):
+            parts = {rank: data[begin : begin + CHUNK_BYTES] for rank, data in bytes_of.items()}
+            if self.control.rank == self.first:
+                self.control.transfer(step, {}, parts)
+            else:
+                mine = parts.get(self.control.rank)
+                self.control.transfer(step, {} if mine is None else {self.first: mine}, {})
+        if self.control.rank == self.first:
+            for rank, buffer in buffers.items():
+                self._unpack(rank, *from_buffer(buffer))
+
+    def _make_room(self, sizes: dict[int, int], buffers: dict[int, mmap.mmap]) -> None:
+        """Memory for all that comes to this rank, or goes from it."""
+        if self.control.rank == self.first:
+            buffers.update({rank: mmap.mmap(-1, nbytes) for rank, nbytes in sizes.items()})
+        elif self.control.rank in sizes:
+            buffers[self.control.rank] = mmap.mmap(-1, self.layout.nbytes)
+            copy_into(buffers[self.control.rank], self.layout, self.tensors)
+
+    def _unpack(self, rank: int, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        self.values[rank] = unflatten(json.loads(metadata[TREE]), tensors)
+
+
+def _refuse_unlike(name: str, ranks: list[int], notes: dict[int, dict[str, Any]]) -> None:
+    """Raise the same UserError on every rank when they were called with what does not fit together."""
+    first = next(iter(notes.values()))
+    for key, what in (("ranks", "the ranks"), ("nfs", "whether there is a workspace path")):
+        if any(note[key] != first[key] for note in notes.values()):
+            given = {rank: note[key] for rank, note in notes.items()}
+            raise UserError(f"{name} must be told the same by all ranks, but {what} differ: {given}")
+    kind = notes[ranks[0]]["kind"]
+    if unlike := [rank for rank in ranks if notes[rank]["kind"] != kind]:
+        given_text = ", ".join(f"rank {rank} has {notes[rank]['kind']}" for rank in unlike)
+        raise UserError(
+            f"{name} needs one dtype and shape on all ranks: rank {ranks[0]} has {kind}, but {given_text}; "
+            "use get_configs_parallel for parts that differ"
+        )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
