@@ -45,5 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq --upgrade 'pip>=25.1'
 	$(PIP) install -qq -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install -qq -c constraints.txt --editable '.[demo]' --group dev
+	$(PIP) install -qq -c constraints.txt --editable '.[demo]' --group dev --group oracle
 	@touch $(READY)
