@@ -1,4 +1,4 @@
-"""The rank-side library. Three documented names; see docs/architecture.md.
+"""The rank-side library. Four documented names; see docs/architecture.md.
 
 They are resolved on first use (PEP 562), because the flow process imports `distribute.recipe`,
 `distribute.plan` and friends and must never import torch.
@@ -11,6 +11,7 @@ _PUBLIC = {
     "NFSWorkspace": "distribute.workspace",
     "get_tensors_parallel": "distribute.gather",
     "get_configs_parallel": "distribute.gather",
+    "distributed_save_hf_checkpoint": "distribute.live.save",
 }
 __all__ = list(_PUBLIC)
 

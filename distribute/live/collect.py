@@ -1,0 +1,223 @@
+"""The state of a live model as this rank holds it, and the proof that all ranks hold the same model.
+
+Reads references only: nothing is copied, moved or gathered. What cannot be written is refused here, by name,
+before any rank starts to wait for another. Names, dtypes, shapes and placements must agree on all ranks, and so must
+the bytes of every part that several ranks hold.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distribute.errors import UserError
+from distribute.live.layout import Layout, Mesh, layout_of, part_of, replicas
+from distribute.ranks import Ranks
+from distribute.tensors import NAMES, to_bytes
+
+SHOWN = 5  # differences named in one error
+Meshes = tuple[Mesh | None, ...]  # of one tensor, by rank
+BLOCK_BYTES = 16 << 20  # of a replica, digested at a time
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """An entry of a model's `state_dict`; `local` is this rank's part of it, on its device."""
+
+    name: str
+    dtype: torch.dtype
+    layout: Layout
+    mesh: Mesh | None
+    local: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.layout.shape
+
+
+def read_state(state_dict: Mapping[str, Any]) -> dict[str, StateTensor]:
+    """Every tensor of a model's `state_dict`, in the order of names. Each rank for itself.
+
+    Raises:
+        UserError: a tensor has no data (meta), is Partial, or has a layout or dtype that cannot be stored.
+    """
+    state = {}
+    for name, value in sorted(state_dict.items()):
+        if not isinstance(value, torch.Tensor):
+            raise UserError(f"{name} in the model's state is a {type(value).__name__}; only tensors can be exported")
+        if value.dtype not in NAMES:
+            raise UserError(f"{name} has dtype {value.dtype}; these can be stored: {', '.join(map(str, NAMES))}")
+        layout, mesh, local = layout_of(name, value)
+        state[name] = StateTensor(name, value.dtype, layout, mesh, local.detach())
+    return state
+
+
+def compare(ranks: Ranks, state: Mapping[str, StateTensor]) -> dict[str, Meshes]:
+    """For every tensor the mesh of each rank, by rank. Called by all ranks.
+
+    Ranks may differ in their meshes alone: in expert parallelism each data-parallel replica has its own.
+
+    Raises:
+        UserError: names, dtypes, shapes or placements differ; names ranks and tensors.
+    """
+    own_meshes = list(dict.fromkeys(tensor.mesh for tensor in state.values()))
+    numbers = {mesh: number for number, mesh in enumerate(own_meshes)}
+    kinds = {name: [*_kind(tensor), numbers[tensor.mesh]] for name, tensor in state.items()}
+    digest = hashlib.sha256(json.dumps(kinds).encode()).hexdigest()
+    record = [digest, [mesh and [mesh.ranks, mesh.shape] for mesh in own_meshes]]
+    records = ranks.control.exchange("compare the state", record)
+    if len({digest for digest, _ in records.values()}) > 1:
+        _raise_difference(ranks, kinds)
+    tables = [[_mesh(plain) for plain in records[rank][1]] for rank in range(ranks.world)]
+    by_number = [tuple(table[number] for table in tables) for number in range(len(own_meshes))]
+    return {name: by_number[numbers[tensor.mesh]] for name, tensor in state.items()}
+
+
+def check_replicas(ranks: Ranks, state: Mapping[str, StateTensor], meshes: Mapping[str, Meshes]) -> None:
+    """Compare what several ranks hold, by digest; a digest a group of replicas travels. Called by all ranks.
+
+    Raises:
+        UserError: the bytes differ; names ranks and tensors.
+    """
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in state.items():
+        holders = replicas(tensor.layout, meshes[name]).get(part_of(tensor.layout, tensor.mesh, ranks.rank), ())
+        if len(holders) > 1:
+            groups.setdefault(holders, []).append(name)
+    with ranks.together("read replicas"):
+        digests = {name: _digest(state[name].local) for names in groups.values() for name in names}
+    total = {_key(holders): _join(digests[name] for name in names) for holders, names in groups.items()}
+    totals = ranks.control.exchange("compare replicas", total)
+    differing = _differing(totals)
+    if differing:
+        detail = {key: {name: digests[name] for name in names} for holders, names in groups.items()
+                  if (key := _key(holders)) in differing}  # fmt: skip
+        _raise_replicas(ranks.control.exchange("name replicas", detail))
+
+
+def measure_rows(
+    ranks: Ranks, spans: Mapping[str, Mapping[int, range]], state: Mapping[str, StateTensor]
+) -> dict[str, dict[int, torch.Tensor]]:
+    """absmax of each row, fp32 CPU [rows], of spans of flat rows, over all ranks. Called by all ranks.
+
+    Nothing but these vectors travels.
+    """
+    places = [(name, place, span) for name, found in spans.items() for place, span in found.items()]
+    with ranks.together("measure"):
+        parts = [_row_absmax(state[name], span, ranks.rank) for name, _, span in places]
+    measured: dict[str, dict[int, torch.Tensor]] = {}
+    if places:
+        whole = ranks.absmax(torch.cat(parts))
+        sizes = [len(span) for _, _, span in places]
+        for (name, place, _), absmax in zip(places, whole.split(sizes), strict=True):
+            measured.setdefault(name, {})[place] = absmax
+    return measured
+
+
+def refuse_unequal_ties(state: Mapping[str, StateTensor], aliases: Mapping[str, str]) -> None:
+    """Check that an alias may be dropped. Each rank for the part it holds.
+
+    Raises:
+        UserError: the two differ, or lie so differently on the ranks that they cannot be compared.
+    """
+    for alias, canonical in aliases.items():
+        one, other = state[alias], state[canonical]
+        if one is other:
+            continue
+        if (_kind(one), one.mesh) != (_kind(other), other.mesh):
+            raise UserError(
+                f"{alias} and {canonical} are tied, but one is {_words(_kind(one))}, the other "
+                f"{_words(_kind(other))}; shard tied parameters alike, or untie them (tie_word_embeddings)"
+            )
+        if one.local.data_ptr() != other.local.data_ptr() and _digest(one.local) != _digest(other.local):
+            raise UserError(f"{alias} and {canonical} are tied, but their values differ; untie or make them equal")
+
+
+def _row_absmax(tensor: StateTensor, span: range, rank: int) -> torch.Tensor:
+    """fp32 CPU [rows of the span] of what this rank holds; 0 for rows it does not hold."""
+    absmax = torch.zeros(len(span), dtype=torch.float32, device="cpu")
+    part = part_of(tensor.layout, tensor.mesh, rank)
+    if not part.rows:
+        return absmax
+    local = tensor.local.reshape(-1, sum(map(len, part.columns)))
+    for run in part.rows:
+        start, stop = max(run.start, span.start), min(run.stop, span.stop)
+        if start < stop:
+            at = run.at + start - run.start
+            rows = local[at : at + stop - start]
+            absmax[start - span.start : stop - span.start] = rows.abs().amax(1).to("cpu", torch.float32)
+    return absmax
+
+
+def _kind(tensor: StateTensor) -> list[Any]:
+    placements = [list(placement) for placement in tensor.layout.placements]
+    return [NAMES[tensor.dtype], list(tensor.shape), placements]
+
+
+def _words(kind: Sequence[Any]) -> str:
+    return f"{kind[0]} {kind[1]} placed {kind[2] or 'whole on each rank'}"
+
+
+def _mesh(plain: Any) -> Mesh | None:
+    return plain and Mesh(tuple(plain[0]), tuple(plain[1]))
+
+
+def _raise_difference(ranks: Ranks, kinds: Mapping[str, list[Any]]) -> None:
+    """Compare with rank 0, whose list all get, and let all ranks raise the same error."""
+    reference = ranks.share(kinds)
+    unlike = [
+        (f"has no {name}" if name not in kinds else f"has {name}, which rank 0 lacks" if name not in reference
+         else f"has {name} as {_words(kinds[name])}, rank 0 as {_words(reference[name])}")
+        for name in sorted({*kinds, *reference}) if kinds.get(name) != reference.get(name)
+    ]  # fmt: skip
+    found = ranks.control.exchange("name differences", [len(unlike), unlike[:SHOWN]])
+    text = "; ".join(
+        f"rank {rank} {', '.join(shown)}" + (f" and {count - len(shown)} more" if count > len(shown) else "")
+        for rank, (count, shown) in found.items()
+        if count
+    )
+    raise UserError(f"the model's state differs between ranks: {text}; every rank must hold the same model")
+
+
+def _digest(local: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    flat = local.reshape(-1)
+    step = max(1, BLOCK_BYTES // local.element_size())
+    for start in range(0, flat.numel(), step):
+        digest.update(to_bytes(flat[start : start + step]))
+    return digest.hexdigest()
+
+
+def _join(digests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _key(holders: Sequence[int]) -> str:
+    return ",".join(map(str, holders))
+
+
+def _differing(totals: Mapping[int, Mapping[str, str]]) -> set[str]:
+    seen: dict[str, set[str]] = {}
+    for total in totals.values():
+        for key, digest in total.items():
+            seen.setdefault(key, set()).add(digest)
+    return {key for key, digests in seen.items() if len(digests) > 1}
+
+
+def _raise_replicas(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> None:
+    faults: list[str] = []
+    for key in sorted({key for detail in details.values() for key in detail}):
+        holders = [int(rank) for rank in key.split(",")]
+        first = details[holders[0]][key]
+        for rank in holders[1:]:
+            faults += [f"{name} of rank {rank} is not that of rank {holders[0]}"
+                       for name, digest in details[rank][key].items() if digest != first[name]]  # fmt: skip
+    more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    raise UserError(
+        f"replicas differ between ranks: {'; '.join(faults[:SHOWN])}{more}; "
+        "synchronise the model first (broadcast weights, all-reduce amax values)"
+    )

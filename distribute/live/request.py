@@ -1,0 +1,46 @@
+"""The arguments of a live export, checked, and the same on all ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distribute.errors import UserError
+from distribute.ranks import Ranks
+from distribute.sizes import parse_size
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments, checked."""
+
+    folder: Path
+    maxbound: float
+    kv_cache_format: str | None
+    max_shard_bytes: int
+    is_modelopt_qlora: bool
+
+    @classmethod
+    def of(cls, model: Any, export_dir: Any, maxbound: Any, kv_cache_format: Any, size: Any, qlora: Any) -> "Request":
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        if not isinstance(export_dir, Path | str) or not str(export_dir):
+            raise UserError(f"export_dir is {export_dir!r}; give the path of a folder")
+        if isinstance(size, bool) or not isinstance(size, int | str) or (isinstance(size, int) and size <= 0):
+            raise UserError(f"max_shard_size is {size!r}; give a size such as '10GB', or bytes above 0")
+        limit = size if isinstance(size, int) else parse_size(size)
+        return cls(Path(export_dir).absolute(), float(maxbound), kv_cache_format, limit, bool(qlora))
+
+    def refuse_unlike(self, ranks: Ranks) -> None:
+        """Raise the same UserError on all ranks when they were called with different arguments."""
+        given = ranks.control.exchange(
+            "compare the arguments", {name: str(value) for name, value in vars(self).items()}
+        )
+        for rank, arguments in given.items():
+            unlike = [name for name, value in arguments.items() if value != given[0][name]]
+            if unlike:
+                raise UserError(
+                    f"all ranks must give the same arguments, but {unlike[0]} is {given[0][unlike[0]]} on rank 0 "
+                    f"and {arguments[unlike[0]]} on rank {rank}"
+                )

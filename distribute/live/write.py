@@ -1,0 +1,142 @@
+"""Writing the rows a rank owns: read from its local part, coded if need be, put at their final offset of a file.
+
+No row changes ranks here, except those of tensors that are cut across rows: these are redistributed first, tensor
+by tensor and block by block.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from distribute.control import Control
+from distribute.errors import UserError
+from distribute.live.collect import Meshes, StateTensor
+from distribute.live.encode import FORMATS
+from distribute.live.layout import Ranges, Run, owned_rows, row_runs, rows_and_width
+from distribute.live.plan import LivePlan, Target
+from distribute.live.redistribute import full_rows
+from distribute.shards import write_range
+from distribute.source import TensorEntry
+from distribute.tensors import to_bytes
+from distribute.work import PIECE_BYTES
+
+
+class Writer:
+    """Write-only descriptors of the files of a checkpoint, opened on first use, flushed and closed at the end."""
+
+    def __init__(self, folder: Path, on_bytes: Callable[[int], None]):
+        self._folder = folder
+        self._on_bytes = on_bytes
+        self._fds: dict[str, int] = {}
+
+    def write(self, output: TensorEntry, row: int, rows: Tensor) -> None:
+        """Write `rows` at flat row `row` of an output; a row of the output has as many bytes as one of `rows`."""
+        if output.file not in self._fds:
+            self._fds[output.file] = os.open(self._folder / output.file, os.O_WRONLY)
+        data = to_bytes(rows)
+        per_row = len(data) // rows.shape[0] if rows.dim() else len(data)
+        begin = output.begin + row * per_row
+        assert output.begin <= begin and begin + len(data) <= output.end, (output, row, rows.shape)
+        write_range(self._fds[output.file], data, begin)
+        self._on_bytes(len(data))
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._fds.values():
+            try:
+                if error is None:
+                    os.fsync(fd)  # each host must flush its own writes
+            finally:
+                os.close(fd)
+
+
+def write_rows(
+    writer: Writer,
+    plan: LivePlan,
+    state: Mapping[str, StateTensor],
+    meshes: Mapping[str, Meshes],
+    *,
+    control: Control,
+    dtype: torch.dtype,
+) -> None:
+    """Write every row that this rank owns. Called by all ranks, with the same plan.
+
+    Args:
+        dtype: the model's; weights are rounded to it before they are coded.
+
+    Raises:
+        UserError: a weight that is to be coded holds NaN or infinity.
+    """
+    cut: list[tuple[StateTensor, tuple[Ranges, ...]]] = []
+    for turn, name in enumerate(sorted(plan.targets)):
+        tensor = state[name]
+        owned = owned_rows(tensor.layout, meshes[name], turn)
+        runs = row_runs(tensor.layout, tensor.mesh, control.rank)
+        if any(row_runs(tensor.layout, mesh, rank) is None for rank, mesh in enumerate(meshes[name])):
+            cut.append((tensor, owned))
+            continue
+        assert runs is not None
+        for at, rows in _local_pieces(tensor, runs, owned[control.rank]):
+            _write_piece(writer, plan.targets[name], at, rows, name=name, dtype=dtype)
+    for tensor, owned in cut:  # last, and by all ranks in the same order: these wait for each other
+        blocks = full_rows(tensor.local, tensor.layout, meshes[tensor.name], control, owned)
+        for at, rows in blocks:
+            _write_piece(writer, plan.targets[tensor.name], at, rows, name=tensor.name, dtype=dtype)
+
+
+def write_values(writer: Writer, plan: LivePlan, control: Control) -> None:
+    """Write the outputs that every rank knows, each by one of them. Called by all ranks."""
+    entries = {output.name: output for output in plan.outputs}
+    for turn, name in enumerate(sorted(plan.values)):
+        if turn % len(control.members) == control.rank and plan.values[name].numel():
+            writer.write(entries[name], 0, plan.values[name])
+
+
+def _local_pieces(tensor: StateTensor, runs: Sequence[Run], owned: Sequence[range]) -> Iterator[tuple[range, Tensor]]:
+    """(flat rows, tensor [rows, width]) of what this rank holds and owns, in pieces of bounded size."""
+    if not tensor.local.numel():
+        return
+    width = rows_and_width(tensor.shape)[1]
+    local = tensor.local.reshape(-1, width)
+    step = max(1, PIECE_BYTES // (width * local.element_size()))
+    for run in runs:
+        for span in owned:
+            for start in range(max(run.start, span.start), min(run.stop, span.stop), step):
+                at = range(start, min(start + step, run.stop, span.stop))
+                begin = run.at + at.start - run.start
+                yield at, local[begin : begin + len(at)]
+
+
+def _write_piece(
+    writer: Writer, targets: Sequence[Target], at: range, rows: Tensor, *, name: str, dtype: torch.dtype
+) -> None:
+    """Write flat rows `at` of a state tensor to every target that takes some of them."""
+    for target in targets:
+        start, stop = max(at.start, target.start), min(at.stop, target.stop)
+        if start >= stop:
+            continue
+        part = rows[start - at.start : stop - at.start]
+        row = target.row + start - target.start
+        if target.encoding is None:
+            writer.write(target.output, row, part)
+            continue
+        _refuse_non_finite(name, part)
+        encoding = target.encoding
+        span = range(row, row + stop - start)
+        coded = FORMATS[encoding.format].encode(part, encoding.scales, span, dtype, encoding.group_size)
+        for suffix, tensor in coded.items():
+            writer.write(encoding.written[suffix], row, tensor)
+
+
+def _refuse_non_finite(name: str, rows: Tensor) -> None:
+    low, high = torch.aminmax(rows)  # NaN wins in both
+    if not torch.isfinite(torch.stack([low, high])).all():
+        raise UserError(f"{name} holds NaN or infinite values; repair the weights or leave them unquantized")
