@@ -58,14 +58,19 @@ def _hsdp(model: torch.nn.Module, world: int) -> None:
 
 def _tp(model: torch.nn.Module, world: int, mesh: DeviceMesh | None = None) -> None:
     mesh = mesh or init_device_mesh("cpu", (world,))
-    by_leaf = {
+    styles = {
         "q_proj": ColwiseParallel, "k_proj": ColwiseParallel, "v_proj": ColwiseParallel, "o_proj": RowwiseParallel,
         "gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel,
     }  # fmt: skip
     for layer in _layers(model):
-        leaves = {name: by_leaf[leaf]() for name, _ in layer.named_modules()
-                  if (leaf := name.rpartition(".")[2]) in by_leaf}  # fmt: skip
-        parallelize_module(layer, mesh, leaves)
+        linears = {name: styles[leaf] for name, module in layer.named_modules()
+                   if (leaf := name.rpartition(".")[2]) in styles and type(module) is torch.nn.Linear}  # fmt: skip
+        parallelize_module(layer, mesh, {name: style() for name, style in linears.items()})
+        # torch's styles take plain linear layers only: quantized ones are cut by hand, in the same way.
+        cut = {f"{name}.weight": Shard(0) if styles[leaf] is ColwiseParallel else Shard(1)
+               for name, _ in layer.named_modules()
+               if (leaf := name.rpartition(".")[2]) in styles and name not in linears}  # fmt: skip
+        _distribute(layer, mesh, lambda name, tensor, cut=cut: cut.get(name))
 
 
 def _fsdp_tp(model: torch.nn.Module, world: int) -> None:
