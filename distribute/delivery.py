@@ -20,7 +20,7 @@ from distribute.control import Control
 from distribute.errors import UserError, WorkspaceError
 from distribute.nested import flatten, unflatten
 from distribute.segments import collect_dead_once, host, map_segment, new_name, write_segment
-from distribute.state import copy_into, from_buffer, plan_layout
+from distribute.state import copy_into, from_buffer, plan_layout, write_into
 from distribute.state_file import VISIBLE_LIMIT_S, await_state, make_private_folder, write_state
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class _Delivery:
         if not is_near:
             return None
         try:
-            path = write_segment(self.layout.nbytes, partial(copy_into, layout=self.layout, tensors=self.tensors))
+            path = write_segment(self.layout.nbytes, partial(write_into, layout=self.layout, tensors=self.tensors))
         except WorkspaceError as error:
             _warn_once(f"{error}; until then tensors travel over the network")
             return None

@@ -89,7 +89,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
         raise UserError(f"{path} is a {_name(value)} that is sparse, sharded or without data; give a dense tensor")
     name = str(len(tensors))
-    tensors[name] = value.detach()
+    tensors[name] = value.detach().resolve_neg()
     return {MARK: "tensor", "name": name}
 
 

@@ -16,7 +16,8 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -30,10 +31,13 @@ _NAME = re.compile(PREFIX + r"(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-
 _calls = itertools.count()
 
 
-def new_name() -> str:
-    """A file name nobody can guess, with its owner, the job and a call number: for everything that may be left."""
+def new_name(pid: int | None = None) -> str:
+    """A file name nobody can guess, with its owner, the job and a call number: for everything that may be left.
+
+    The owner is this process, or the one with number `pid`.
+    """
     job = hashlib.sha256(os.environ.get("TORCHELASTIC_RUN_ID", "").encode()).hexdigest()[:8]
-    owner = f"{_boot_id()[:8]}-{_pid_namespace()}-{os.getpid()}-{_start_time('self')}"
+    owner = f"{_boot_id()[:8]}-{_pid_namespace()}-{pid or os.getpid()}-{_start_time(str(pid or 'self')) or 0}"
     return f"{PREFIX}{owner}-{job}-{next(_calls)}-{secrets.token_hex(8)}"
 
 
@@ -43,8 +47,8 @@ def host() -> str:
     return f"{_boot_id()}-{mount}"
 
 
-def write_segment(nbytes: int, fill: Callable[[mmap.mmap], None]) -> Path:
-    """Make a segment of `nbytes` > 0 bytes, private to this user, and let `fill` write it. The caller unlinks it.
+def write_segment(nbytes: int, fill: Callable[[int], None]) -> Path:
+    """Make a segment of `nbytes` > 0 bytes, private to this user, and let `fill` write to it. The caller unlinks.
 
     Raises:
         WorkspaceError: neither /dev/shm nor the folder for temporary files has room.
@@ -59,7 +63,7 @@ def write_segment(nbytes: int, fill: Callable[[mmap.mmap], None]) -> Path:
         fd = _reserve_in_file(path, nbytes, error)
     try:
         try:
-            fill(mmap.mmap(fd, nbytes))
+            fill(fd)
         finally:
             os.close(fd)
     except BaseException:
@@ -83,19 +87,32 @@ def map_segment(path: Path, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def collect_dead(folder: Path) -> int:
-    """Remove what processes of this host left in `folder` and no longer own; returns how many files."""
+def collect_dead(folder: Path, foreign_limit_s: float | None = None) -> int:
+    """Remove what processes of this host left in `folder` and no longer own; returns how many files.
+
+    What others own, or nobody can tell, stays; or goes when it is older than `foreign_limit_s` seconds.
+    """
     removed = 0
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]
     except OSError:
         return 0
     for name in names:
-        if owner_lives(name) is False:
-            with contextlib.suppress(OSError):  # another rank was faster, or the file belongs to another user
+        with contextlib.suppress(OSError):  # another rank was faster, or the file belongs to another user
+            if is_left_over(folder / name, [name], foreign_limit_s):
                 (folder / name).unlink()
                 removed += 1
     return removed
+
+
+def is_left_over(path: Path, owners: Iterable[str], foreign_limit_s: float | None) -> bool:
+    """Whether all `owners` (of `new_name`) ended; when that cannot be known here, whether the file is old."""
+    lives = [owner_lives(owner) for owner in owners]
+    if any(lives):
+        return False
+    if lives and None not in lives:
+        return True
+    return foreign_limit_s is not None and time.time() - path.lstat().st_mtime > foreign_limit_s
 
 
 def owner_lives(name: str) -> bool | None:

@@ -6,7 +6,8 @@ writing and not at all when reading from memory. Knows neither ranks nor folders
 """
 
 import json
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 
 from distribute.errors import UserError
 from distribute.source import ITEMSIZE
-from distribute.tensors import DTYPES, NAMES
+from distribute.tensors import DTYPES, NAMES, to_bytes
 
 METADATA = "__metadata__"
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,37 @@ def plan_layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     return Layout(head, {name: len(head) + begin for name, begin in relative.items()}, len(head) + end)
 
 
-def copy_into(buffer: Any, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a state into a buffer of `layout.nbytes` bytes; tensors may lie on any device in any strides."""
-    memoryview(buffer)[: len(layout.head)] = layout.head
-    for name, begin in layout.begins.items():
+def copy_into(
+    buffer: Any, layout: Layout, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None
+) -> None:
+    """Write a state (or `names` of it alone) into a buffer of `layout.nbytes` bytes; any device, any strides."""
+    if names is None:
+        memoryview(buffer)[: len(layout.head)] = layout.head
+    for name in layout.begins if names is None else names:
         tensor = tensors[name]
         if tensor.numel():
-            target = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+            target = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=layout.begins[name])
             target.view(tensor.shape).copy_(tensor)
+
+
+def write_into(fd: int, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a state into a file of `layout.nbytes` bytes, open for reading and writing; any device, any strides.
+
+    Plain tensors are written, not copied into a mapping: the kernel then fills new pages at once, instead of
+    clearing each first and taking a fault for it. That is twice as fast in shared memory.
+    """
+    mapped = []
+    with open(fd, "wb", buffering=BUFFER_BYTES, closefd=False) as file:
+        file.write(layout.head)
+        for name, begin in layout.begins.items():
+            tensor = tensors[name]
+            if tensor.is_contiguous() and tensor.device.type == "cpu":
+                file.write(to_bytes(tensor))
+            elif tensor.numel():
+                mapped.append(name)
+                file.seek(begin + tensor.numel() * tensor.element_size())
+    if mapped:
+        copy_into(mmap.mmap(fd, layout.nbytes), layout, tensors, mapped)
 
 
 def from_buffer(buffer: Any) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

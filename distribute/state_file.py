@@ -1,12 +1,13 @@
 """State files: a state (`state.py`) on a folder that other hosts may see, whole or not at all.
 
-A file carries a SHA-256 over all its bytes. It is written under a temporary name, flushed and renamed, and checked
-when it is read. So a torn file is refused, and with the checksum its writer announced an old one is as well.
+A file carries its size and a SHA-256 over all its bytes. It is written under a temporary name, flushed and renamed,
+and checked when it is read. So a torn file is refused, and with the checksum its writer announced an old one as well.
 """
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +17,12 @@ import torch
 
 from distribute.errors import WorkspaceError
 from distribute.segments import new_name
-from distribute.state import Layout, from_buffer, plan_layout
+from distribute.state import METADATA, Layout, from_buffer, plan_layout
 from distribute.tensors import to_bytes
 
 VISIBLE_LIMIT_S = 120.0  # NFS caches attributes for 60 s at most by default (nfs(5), acdirmax)
 LONGEST_POLL_S = 0.5
+SIZE = "size"
 CHECKSUM = "sha256"
 NO_CHECKSUM = "0" * 64
 
@@ -38,7 +40,8 @@ def make_private_folder(path: Path) -> None:
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """Write a state file (0600), visible whole or not at all; returns its checksum (hex SHA-256)."""
-    layout = plan_layout(tensors, {**metadata, CHECKSUM: NO_CHECKSUM})
+    nbytes = plan_layout(tensors, {**metadata, SIZE: f"{0:020}", CHECKSUM: NO_CHECKSUM}).nbytes
+    layout = plan_layout(tensors, {**metadata, SIZE: f"{nbytes:020}", CHECKSUM: NO_CHECKSUM})
     temporary = path.with_name(new_name())
     with as_workspace_error(path):
         try:
@@ -67,6 +70,8 @@ def read_state(path: Path, checksum: str | None = None) -> State:
     try:
         metadata, tensors = from_buffer(buffer)
         stored = metadata[CHECKSUM]
+        if int(metadata[SIZE]) != len(buffer):
+            raise ValueError(f"it has {len(buffer)} bytes instead of {int(metadata[SIZE])}")
         found = _checksum_without(buffer, stored)
     except (ValueError, KeyError) as error:
         raise WorkspaceError(f"{path} is damaged or not a state file: {error}; write it again") from None
@@ -75,6 +80,23 @@ def read_state(path: Path, checksum: str | None = None) -> State:
     if checksum is not None and stored != checksum:
         raise WorkspaceError(f"{path} is not the state that was announced; is the folder used by another job?")
     return metadata, tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a state file, unchecked, without its tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no state file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} is cut short")
+        metadata = json.loads(file.read(size)).get(METADATA)
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} has no metadata")
+    return metadata
 
 
 def await_state(path: Path, checksum: Callable[[], str], who: str, limit_s: float) -> State:

@@ -2,9 +2,12 @@
 
 No method uses a collective or a barrier: the caller synchronises. Where a process group exists, a writer leaves the
 checksum of its state file (`state_file.py`) in the group's store, so a reader knows whether a file is to come, waits
-out the attribute cache of NFS, and never takes an old file for the new one.
+out the attribute cache of NFS, and never takes an old file for the new one. Names carry the job, so jobs that share
+a folder do not meet; a job removes what others left when they have surely ended.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -16,34 +19,51 @@ import torch.distributed as dist
 
 from distribute.errors import WorkspaceError
 from distribute.nested import refuse_non_json
-from distribute.segments import collect_dead
+from distribute.segments import collect_dead, is_left_over, new_name
 from distribute.state_file import (
     VISIBLE_LIMIT_S,
     as_workspace_error,
     await_state,
     make_private_folder,
+    read_metadata,
     read_state,
     write_state,
 )
 
+LEFTOVER_LIMIT_S = 7 * 86400.0
+JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
 
 class NFSWorkspace:
-    """State exchange between ranks of all hosts through one folder; one job a folder.
+    """State exchange between ranks of all hosts through one folder, which several jobs may share.
+
+    The job is known by torchrun's run id and master address; without torchrun by the process group; without one by
+    MASTER_ADDR and MASTER_PORT. With none of these, give every job a folder of its own. A state written before
+    the process group was made is found afterwards under torchrun only.
 
     Args:
         workspace_path: a folder all ranks see under the same path; made here, private to the user, if it is not
-            there. This rank's earlier state is removed. None: not initialised, shared memory is to be used instead.
+            there. This rank's earlier state is removed, and that of jobs that have ended: on this host when the
+            processes that wrote it and their parents ended. None: not initialised, shared memory is to be used.
         visible_limit_s: how long a read waits for a file that its writer has announced.
+        leftover_limit_s: age at which files of jobs on other hosts count as left by a job that has ended.
     """
 
-    def __init__(self, workspace_path: Path | str | None = None, *, visible_limit_s: float = VISIBLE_LIMIT_S):
+    def __init__(
+        self,
+        workspace_path: Path | str | None = None,
+        *,
+        visible_limit_s: float = VISIBLE_LIMIT_S,
+        leftover_limit_s: float = LEFTOVER_LIMIT_S,
+    ):
         self.path = Path(workspace_path) if workspace_path is not None else None
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.visible_limit_s = visible_limit_s
         self._writes = 0
         if self.path is not None:
             make_private_folder(self.path)
-            collect_dead(self.path)
+            collect_dead(self.path, leftover_limit_s)
+            _collect_states(self.path, leftover_limit_s)
             self._announce(self.rank, "")
             with as_workspace_error(self.path):
                 self._state_path(self.rank).unlink(missing_ok=True)
@@ -72,8 +92,9 @@ class NFSWorkspace:
         metadata = {
             "config": json.dumps(config_json),
             "rank": str(self.rank),
-            "run": _run_id(),
-            "write": str(self._writes),
+            "run": _run_ids()[0],
+            "generation": str(self._writes),
+            "owners": json.dumps([new_name(), _parent_name()]),
         }
         self._announce(self.rank, write_state(path, weights, metadata))
 
@@ -84,7 +105,7 @@ class NFSWorkspace:
 
         Raises:
             ValueError: not initialised; or no such rank.
-            WorkspaceError: the file is damaged, of another run, or announced and not seen within the limit.
+            WorkspaceError: the file is damaged, or announced and not seen within the limit.
         """
         path = self._state_path(target_rank)
         announced = self._announced(target_rank)
@@ -104,12 +125,7 @@ class NFSWorkspace:
                 metadata, weights = read_state(path)
             except FileNotFoundError:
                 return None, None
-        if metadata.get("run") != _run_id():
-            raise WorkspaceError(
-                f"{path} was written by another run; make NFSWorkspace on rank {target_rank} first, which removes "
-                "its earlier state, or use a new folder"
-            )
-        return json.loads(metadata["config"]), weights
+        return (json.loads(metadata["config"]), weights) if metadata.get("run") in _run_ids() else (None, None)
 
     def _state_path(self, rank: int) -> Path:
         if self.path is None:
@@ -118,7 +134,7 @@ class NFSWorkspace:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or (world is not None and rank >= world):
             allowed = f"0 to {world - 1}" if world is not None else "0 and more"
             raise WorkspaceError(f"there is no rank {rank!r}; allowed are ranks {allowed}")
-        return self.path / f"rank_{rank}_state.safetensors"
+        return self.path / _state_name(rank)
 
     def _announce(self, rank: int, checksum: str) -> None:
         if (store := _store()) is not None:
@@ -139,8 +155,42 @@ def _store() -> Any:
     return world.get_group_store() if world is not None else None
 
 
-def _run_id() -> str:
-    """The same on all ranks of a run and in no other run, where there is a process group; else torchrun's id."""
-    if (store := _store()) is not None:
-        return store.compare_set("nogather/run", "", secrets.token_hex(16)).decode()
-    return os.environ.get("TORCHELASTIC_RUN_ID", "alone")
+def _parent_name() -> str:
+    """The process that started the ranks: a rank may end before others read its state. Init tells nothing."""
+    parent = os.getppid()
+    return new_name(parent) if parent > 1 else "unknown"
+
+
+def _state_name(rank: int | str) -> str:
+    return f"rank_{rank}_state-{_job_id()}.safetensors"
+
+
+def _job_id() -> str:
+    """The same on all ranks of a job, with no word between them; of other jobs another one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and (run := _store_run_id()):
+        return run[:16]
+    return hashlib.sha256(repr([os.environ.get(name) for name in JOB_VARIABLES]).encode()).hexdigest()[:16]
+
+
+def _run_ids() -> list[str]:
+    """Ids of this run of the job, the strictest first: a state with any of them is this run's."""
+    started = f"{_job_id()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return [run, started] if (run := _store_run_id()) else [started]
+
+
+def _store_run_id() -> str | None:
+    """The same on all ranks of a process group, and in no other one."""
+    store = _store()
+    return store.compare_set("nogather/run", "", secrets.token_hex(16)).decode() if store is not None else None
+
+
+def _collect_states(folder: Path, limit_s: float) -> None:
+    """Remove states that other jobs left."""
+    for path in set(folder.glob("rank_*_state-*.safetensors")) - set(folder.glob(_state_name("*"))):
+        with contextlib.suppress(OSError):  # another rank was faster, or the file belongs to another user
+            try:
+                owners = json.loads(read_metadata(path)["owners"])
+            except (ValueError, KeyError):
+                owners = []
+            if is_left_over(path, owners, limit_s):
+                path.unlink()

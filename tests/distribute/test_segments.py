@@ -23,8 +23,8 @@ MEGABYTE = 2**20
 OWNER = "import sys; from distribute.segments import new_name; print(new_name(), flush=True); sys.stdin.read()"
 
 
-def fill(buffer):
-    buffer[:3] = b"abc"
+def fill(fd):
+    os.pwrite(fd, b"abc", 0)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_segment_of_another_size_is_refused():
 def test_failing_writer_leaves_no_segment():
     before = os.listdir(SHARED_MEMORY)
 
-    def fail(buffer):
+    def fail(fd):
         raise RuntimeError("half written")
 
     with pytest.raises(RuntimeError, match="half written"):

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from distribute.errors import UserError
-from distribute.state import copy_into, from_buffer, plan_layout
+from distribute.state import copy_into, from_buffer, plan_layout, write_into
 from distribute.tensors import DTYPES
 
 NAMES = ["a.b/c", "ünïcødé 名前", 'quote"\\', "", "sha256", "\ud800"]
@@ -52,6 +52,15 @@ def test_every_dtype_shape_and_stride_survives_bit_for_bit():
     metadata, tensors = from_buffer(pack(odd_tensors(), {"a": "b"}))
     assert metadata == {"a": "b"}
     assert_same(tensors, odd_tensors())
+
+
+def test_a_file_gets_the_same_bytes_as_a_buffer(tmp_path):
+    layout = plan_layout(odd_tensors(), {"a": "b"})
+    path = tmp_path / "state"
+    with path.open("w+b") as file:
+        file.truncate(layout.nbytes)
+        write_into(file.fileno(), layout, odd_tensors())
+    assert path.read_bytes() == pack(odd_tensors(), {"a": "b"})
 
 
 def test_any_name_survives():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,13 +12,18 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from distribute import NFSWorkspace, state_file
+from distribute import NFSWorkspace, segments, state_file
 from distribute.errors import UserError, WorkspaceError
 from distribute.segments import new_name
 from tests.distribute.test_state import NAMES, assert_same, odd_tensors
-from tests.torchrun import run_ranks
+from tests.torchrun import ROOT, run_ranks
 
 CONFIG = {"layers": [{"name": "a.b", "amax": 1.5, "none": None}], "ünïcødé": True, "sha256": "0" * 64}
+
+
+def file_of(folder, rank):
+    (path,) = folder.glob(f"rank_{rank}_state-*.safetensors")
+    return path
 
 
 @pytest.fixture
@@ -88,7 +95,7 @@ def test_folder_and_file_are_private(workspace):
     assert workspace.is_initialized
     assert workspace.path.stat().st_mode & 0o777 == 0o700
     (file,) = workspace.path.iterdir()
-    assert file.name == "rank_0_state.safetensors"
+    assert file == file_of(workspace.path, 0)
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -100,9 +107,10 @@ def test_permissions_of_an_existing_folder_stay(tmp_path):
 
 def test_file_is_plain_safetensors(workspace):
     workspace.write_configs_and_weights({"a": 1}, {"w": torch.tensor([3, 4])})
-    with safetensors.safe_open(workspace.path / "rank_0_state.safetensors", "pt") as file:
+    with safetensors.safe_open(file_of(workspace.path, 0), "pt") as file:
         assert json.loads(file.metadata()["config"]) == {"a": 1}
-        assert (file.metadata()["rank"], file.metadata()["write"]) == ("0", "1")
+        assert (file.metadata()["rank"], file.metadata()["generation"]) == ("0", "1")
+        assert int(file.metadata()["size"]) == file_of(workspace.path, 0).stat().st_size
         assert file.get_tensor("w").tolist() == [3, 4]
 
 
@@ -135,7 +143,7 @@ def test_failed_write_leaves_the_old_state_and_no_rest(workspace, monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "data bit", "header bit", "checksum", "grown", "empty"])
 def test_torn_file_is_refused(workspace, damage):
     workspace.write_configs_and_weights({"amax": 17}, {"w": torch.arange(100)})
-    path = workspace.path / "rank_0_state.safetensors"
+    path = file_of(workspace.path, 0)
     data = bytearray(path.read_bytes())
     if damage == "data bit":
         data[-1] ^= 1
@@ -148,16 +156,84 @@ def test_torn_file_is_refused(workspace, damage):
         workspace.read_configs_and_weights_from_rank(0)
 
 
-def test_state_of_another_run_is_refused(workspace, monkeypatch):
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "MASTER_PORT"])
+def test_jobs_in_one_folder_do_not_meet(workspace, monkeypatch, variable):
+    workspace.write_configs_and_weights({"job": 1}, {})
+    monkeypatch.setenv(variable, "29501")
+    other = NFSWorkspace(workspace.path)
+    assert other.read_configs_and_weights_from_rank(0) == (None, None)
+    other.write_configs_and_weights({"job": 2}, {})
+    assert other.read_configs_and_weights_from_rank(0) == ({"job": 2}, {})
+    monkeypatch.delenv(variable)
+    assert workspace.read_configs_and_weights_from_rank(0) == ({"job": 1}, {})
+
+
+def test_state_of_an_earlier_start_of_the_job_counts_as_nothing(workspace, monkeypatch):
     workspace.write_configs_and_weights({}, {})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert workspace.read_configs_and_weights_from_rank(0) == (None, None)
+
+
+WRITER = """
+import sys, time
+from distribute import NFSWorkspace
+NFSWorkspace(sys.argv[1]).write_configs_and_weights({}, {})
+print("written", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+STARTER = """
+import os, subprocess, sys, time
+subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2], "0"], check=True)
+time.sleep(600)
+"""
+
+
+def test_states_of_ended_jobs_are_removed_and_of_live_ones_stay(tmp_path, monkeypatch):
+    """A rank that ended is no sign: as long as the process that started it lives, others may read its state."""
+    started = {}
+    for job, command in {
+        "lives": [WRITER, str(tmp_path), "600"],
+        "rank ended": [STARTER, WRITER, str(tmp_path)],
+    }.items():
+        environment = os.environ | {"TORCHELASTIC_RUN_ID": job, "PYTHONPATH": str(ROOT)}
+        started[job] = subprocess.Popen(
+            [sys.executable, "-c", *command], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert started[job].stdout.readline() == "written\n"
+    assert len(list(tmp_path.iterdir())) == 2
+    NFSWorkspace(tmp_path, leftover_limit_s=0)
+    assert len(list(tmp_path.iterdir())) == 2
+    for process in started.values():
+        process.kill()
+        process.communicate()
+    NFSWorkspace(tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert f"-{os.getpid()}-" in state_file.read_metadata(left)["owners"], "this process started it, and lives"
+
+
+def test_states_of_other_hosts_are_removed_by_age(workspace, monkeypatch):
+    monkeypatch.setattr(segments, "_boot_id", lambda: "0" * 32)
+    workspace.write_configs_and_weights({}, {})
+    unfinished = workspace.path / new_name()
+    unfinished.touch()
+    damaged = workspace.path / "rank_1_state-0.safetensors"
+    damaged.touch()
+    monkeypatch.undo()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    with pytest.raises(WorkspaceError, match="written by another run; make NFSWorkspace on rank 0 first"):
-        workspace.read_configs_and_weights_from_rank(0)
+    NFSWorkspace(workspace.path)
+    assert len(list(workspace.path.iterdir())) == 3
+    for path in workspace.path.iterdir():
+        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    unfinished.touch()
+    NFSWorkspace(workspace.path)
+    assert list(workspace.path.iterdir()) == [unfinished]
+    NFSWorkspace(workspace.path, leftover_limit_s=0)
+    assert list(workspace.path.iterdir()) == []
 
 
 def test_a_link_is_not_followed(workspace, tmp_path):
     workspace.write_configs_and_weights({}, {})
-    path = workspace.path / "rank_0_state.safetensors"
+    path = file_of(workspace.path, 0)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WorkspaceError):
@@ -198,13 +274,14 @@ def exchanges(folder):
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     path = Path(folder, "run")
     if rank == 0:  # left by an earlier run; rank 1 has not made its workspace yet
-        state_file.make_private_folder(path)
-        state_file.write_state(path / "rank_1_state.safetensors", {}, {"config": '{"old": true}', "run": "old"})
+        early = NFSWorkspace(path)
+        early.write_configs_and_weights({}, {})
+        stale = str(file_of(path, 0)).replace("rank_0", "rank_1")
+        state_file.write_state(Path(stale), {}, {"config": '{"old": true}', "run": "old"})
     found = {}
     dist.barrier()
     if rank == 0:
-        early = NFSWorkspace(path)
-        found["another run"] = refusal(lambda: early.read_configs_and_weights_from_rank(1))
+        found["another run"] = early.read_configs_and_weights_from_rank(1)
     dist.barrier()
     workspace = NFSWorkspace(path, visible_limit_s=20)
     dist.barrier()
@@ -219,7 +296,7 @@ def exchanges(folder):
         dist.barrier()
     workspace.visible_limit_s = 0.2
     if rank == 1:
-        (path / "rank_1_state.safetensors").unlink()
+        file_of(path, 1).unlink()
     dist.barrier()
     if rank == 0:
         found["vanished"] = refusal(lambda: workspace.read_configs_and_weights_from_rank(1))
@@ -242,7 +319,7 @@ def test_ranks_exchange_through_a_late_file_system(tmp_path):
         assert found["nothing yet"] == [None, None]
         for number in range(2):
             assert found[f"write {number}"] == [{"rank": other, "number": number}, [other] * 3]
-    assert "was written by another run" in first["another run"]
+    assert first["another run"] == [None, None]
     assert "the state of rank 1 did not show up in 0.2 s" in first["vanished"]
-    assert "rank_1_state.safetensors" in first["vanished"]
+    assert "rank_1_state-" in first["vanished"]
     assert first["no such rank"] == "there is no rank 2; allowed are ranks 0 to 1"
