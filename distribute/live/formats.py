@@ -53,7 +53,7 @@ class Site:
 
 def sites(model: nn.Module, is_modelopt_qlora: bool = False) -> Iterator[Site]:
     """Every weight that has a weight quantizer, enabled or not; without LoRA adapters and what wraps them."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if is_modelopt_qlora and (hasattr(module, "base_layer") or "lora_A" in name or "lora_B" in name):
             continue
         for weight_name, weight in own_tensors(module):
@@ -83,7 +83,9 @@ def shares_weight(model: nn.Module, site: Site) -> bool:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    # one scale may stand under two names
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return chain(parameters, module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def is_quantizer(module: Any) -> TypeGuard[nn.Module]:
@@ -99,7 +101,7 @@ def _format(key: str, quantizer: nn.Module, inputs: nn.Module | None, owner: nn.
         if not any(stage.is_enabled for stage in quantizer):
             return None
         if [bits_of(stage) for stage in quantizer] == [4, E4M3]:
-            return LayerFormat("w4a8_awq", _blocks(quantizer[0]).get(-1, 0))
+            return LayerFormat("w4a8_awq", _blocks(quantizer[0]).get(-1) or 0)
         raise _unknown(key, quantizer)
     if not quantizer.is_enabled:
         return None
@@ -107,7 +109,7 @@ def _format(key: str, quantizer: nn.Module, inputs: nn.Module | None, owner: nn.
     name = _name(quantizer, blocks, inputs, bool(getattr(owner, "fused_with_prequant", False)))
     if name is None:
         raise _unknown(key, quantizer)
-    return LayerFormat(name, blocks.get(-1, 0))
+    return LayerFormat(name, blocks.get(-1) or 0)
 
 
 def _name(quantizer: Any, blocks: Mapping[Any, Any], inputs: Any, smoothed: bool) -> str | None:

@@ -117,7 +117,8 @@ def share_amax(quantized: Mapping[str, Quantized], aliases: Mapping[str, str]) -
             _refuse_several_formats([shared[name] for name in group])
             _share(shared, group, weights=True, inputs=True)
         elif all(expert_of(name.removesuffix(".weight")) for name in group):
-            _share(shared, group, weights=len({shared[name].rows for name in group}) == 1, inputs=False)
+            alike = len({(shared[name].format, shared[name].rows) for name in group}) == 1
+            _share(shared, group, weights=alike, inputs=False)
     for alias, canonical in aliases.items():
         if alias in shared and canonical in shared:
             _refuse_unequal_tie(shared[alias], shared[canonical])
