@@ -8,6 +8,7 @@ opened it, before this returns. Nothing is written before all ranks have agreed 
 import json
 import logging
 import mmap
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 
 from distribute.control import Control
-from distribute.errors import UserError, WorkspaceError
+from distribute.errors import RankError, UserError, WorkspaceError
 from distribute.nested import flatten, unflatten
-from distribute.segments import collect_dead_once, host, map_segment, new_name, write_segment
+from distribute.segments import SHARED_MEMORY, collect_dead, collect_dead_once, host, map_segment, new_name, write_segment
 from distribute.state import copy_into, from_buffer, plan_layout, write_into
 from distribute.state_file import VISIBLE_LIMIT_S, await_state, make_private_folder, write_state
 
@@ -42,8 +43,13 @@ def deliver(
         UserError: values or arguments do not fit together, or cannot be sent.
         RankError: a rank failed or did not come.
     """
-    with ExitStack() as names:
-        return _Delivery(control, name, value, list(ranks), workspace, names).run(alike)
+    try:
+        with ExitStack() as names:
+            return _Delivery(control, name, value, list(ranks), workspace, names).run(alike)
+    except RankError:  # a rank that was killed could not take away what it had left
+        for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), *([workspace] if workspace else [])):
+            collect_dead(folder)
+        raise
 
 
 class _Delivery:
