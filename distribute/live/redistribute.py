@@ -77,13 +77,12 @@ def _routes(layout: Layout, meshes: tuple[Mesh | None, ...]) -> tuple[dict[int, 
     Owners that hold the same part take each other part from different ones of its holders, in turn.
     """
     holders = replicas(layout, meshes)
-    alike: dict[tuple[Run, ...], list[Part]] = {}
+    alike: dict[tuple[Run, ...], list[Part]] = {}  # parts of the same rows have all their columns: they fill a mesh
     for part in holders:
         alike.setdefault(part.rows, []).append(part)
-    disjoint = sum(run.stop - run.start for rows in alike for run in rows) == rows_and_width(layout.shape)[0]
     routes: list[dict[int, Part]] = [{} for _ in meshes]
     for own, owners in holders.items():
-        others = [part for part in (alike[own.rows] if disjoint else holders) if part != own]
+        others = [part for part in alike[own.rows] if part != own]
         for place, owner in enumerate(owners):
             if row_runs(layout, meshes[owner], owner) is None:
                 routes[owner] = {holders[part][place % len(holders[part])]: part for part in others}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distribute.errors import UserError
@@ -179,19 +179,37 @@ def test_fsdp_over_tensor_parallelism_for_any_number_of_rows(rows: int, sizes: t
     assert sorted(held) == list(range(rows))
 
 
-def test_an_order_of_shards_other_than_left_to_right() -> None:
-    full = torch.arange(28.0).view(7, 4)
-    for rank in range(6):
-        with pretend(rank, 6):
-            mesh = init_device_mesh("cpu", (3, 2))
-            local = full.chunk(2)[rank % 2].chunk(3)
-            shard = local[rank // 2] if rank // 2 < len(local) else full[:0]
-            meta = TensorMeta(full.shape, full.stride(), full.dtype)
-            order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(
-                (_StridedShard(0, split_factor=2), Shard(0)), mesh
-            )
-            spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
-            assert_right(DTensor(shard, spec, requires_grad=False), full)
+STRIDED = [
+    (_StridedShard(0, split_factor=2), Shard(0), Replicate()),
+    (_StridedShard(0, split_factor=2), Replicate(), Shard(0)),
+    (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2), Shard(0)),  # last axis first, then the first
+    (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)),
+    (_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2), Shard(0)),  # no order: as it is
+]
+
+
+@pytest.mark.parametrize("placements", STRIDED, ids=str)
+def test_shards_are_cut_in_the_order_that_torch_reads_off_split_factors(placements: tuple[Placement, ...]) -> None:
+    full = torch.arange(13 * 5.0).view(13, 5)
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    sizes = (3, 2, 2)
+    for rank in range(prod(sizes)):
+        with pretend(rank, prod(sizes)):
+            mesh = init_device_mesh("cpu", sizes)
+            order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, mesh)
+            if order is None:
+                assert_right(distribute_tensor(full, mesh, placements, src_data_rank=None), full)
+                continue
+            local, shards = full, list(placements)
+            for entry in order:
+                for axis in entry.mesh_dims:
+                    local = Shard(entry.tensor_dim)._split_tensor(local, sizes[axis], with_padding=False)[0][
+                        mesh.get_coordinate()[axis]
+                    ]
+                    shards[axis] = Shard(entry.tensor_dim)
+            assert_right(DTensor(local, DTensorSpec(mesh, placements, meta), requires_grad=False), full)
+            said = DTensorSpec(mesh, tuple(shards), meta, shard_order=order)  # the same, said outright
+            assert_right(DTensor(local, said, requires_grad=False), full)
 
 
 def test_split_factors_that_no_order_gives_are_applied_as_they_are() -> None:

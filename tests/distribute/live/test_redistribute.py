@@ -35,10 +35,12 @@ class Mail:
         self.sent: dict[tuple[int, int], torch.Tensor] = {}
         self.bytes = [0] * world
         self.rounds = 0
+        self.routes: set[tuple[int, int]] = set()
 
     def transfer(self, rank: int, step: str, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> None:
         assert all(t.dtype == torch.uint8 and t.is_contiguous() for t in (*sends.values(), *receives.values()))
         self.sent |= {(rank, peer): tensor for peer, tensor in sends.items()}
+        self.routes |= {(rank, peer) for peer in sends}
         self.bytes[rank] += sum(tensor.numel() for tensor in sends.values())
         self.barrier.wait()
         for peer, tensor in receives.items():
@@ -125,7 +127,9 @@ def test_an_owner_is_sent_only_the_columns_it_lacks_and_replicas_send_alike(
     layout, mesh = Layout((64, 1024), placements), Mesh((2, 0, 3, 1), sizes)
     meshes = (mesh,) * 4
     full = random_bits(64 * 1024, torch.bfloat16, layout.shape)
-    _, mail = on_threads(full, layout, meshes, torch.Tensor.contiguous)
+    found, mail = on_threads(full, layout, meshes, torch.Tensor.contiguous)
+    for at, rows in (piece for pieces in found for piece in pieces):
+        assert bits_of(rows) == bits_of(full[at.start : at.stop])
     lacking = sum(
         sum(map(len, owned)) * (1024 - sum(map(len, part_of(layout, mesh, rank).columns))) * 2
         for rank, owned in enumerate(owned_rows(layout, meshes, 1))
@@ -139,6 +143,23 @@ def test_owners_complete_their_blocks_at_the_same_time() -> None:
     full = random_bits(64 * 1024, torch.uint8, layout.shape)
     _, mail = on_threads(full, layout, (mesh,) * 4, torch.Tensor.contiguous, block_bytes=4 * 1024)
     assert mail.rounds == 4  # 64 rows of 4 owners, 4 rows each a round
+
+
+def test_a_block_is_made_of_many_short_runs_of_rows() -> None:
+    layout, mesh = Layout((16, 4, 1024), (("S", 1, 1), ("S", 2, 1))), Mesh((0, 1, 2, 3), (2, 2))
+    full = random_bits(64 * 1024, torch.uint8, layout.shape)
+    found, mail = on_threads(full, layout, (mesh,) * 4, torch.Tensor.contiguous, block_bytes=8 * 1024)
+    assert [len(pieces) for pieces in found] == [8] * 4  # two neighbouring rows each
+    assert mail.rounds == 2  # 16 rows of each owner, 8 rows a round
+
+
+def test_nothing_is_sent_to_a_rank_that_holds_whole_rows() -> None:
+    layout, pair = Layout((60, 1024), (("S", 1, 1),)), Mesh((0, 1), (2,))
+    meshes = (pair, pair, Mesh((2,), (1,)))
+    full = random_bits(60 * 1024, torch.uint8, layout.shape)
+    found, mail = on_threads(full, layout, meshes, torch.Tensor.contiguous)
+    assert [at for pieces in found for at, _ in pieces] == [range(20), range(20, 40), range(40, 60)]
+    assert {peer for _, peer in mail.routes} == {0, 1}
 
 
 def test_whole_rows_are_not_sent() -> None:
@@ -157,6 +178,8 @@ def test_local_rows_of_any_strides(shape: tuple[int, ...], strided: bool) -> Non
     rows, width = rows_and_width(shape)
     found = local_rows(transposed(tensor) if strided else tensor, rows // 2, rows)
     assert torch.equal(found, tensor.reshape(rows, width)[rows // 2 :])
+    if strided and len(shape) > 2:  # no view can have these rows, and not the whole tensor is copied for them
+        assert found.untyped_storage().nbytes() == found.numel() * 4
 
 
 def test_rows_of_a_contiguous_tensor_are_not_copied() -> None:
