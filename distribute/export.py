@@ -12,7 +12,7 @@ A wave is as many files as there are ranks, so that sealing is shared too. A rer
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from distribute.shards import (
 )
 from distribute.source import Checkpoint
 from distribute.tensors import DTYPES, TensorFile, byte_range, read_entry, read_exactly, to_bytes
-from distribute.work import PIECE_BYTES, Piece, cut, share
+from distribute.work import own_pieces, waves
 
 PARTIAL = "checkpoint.partial"
 FINAL = "checkpoint"
@@ -62,10 +62,10 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             sealed = list(_resume(folder, digest))
         sealed = ranks.share(sealed)
     todo = [file for file in plan.files if file.name not in sealed]
-    own = sum(piece.nbytes for _, piece in own_pieces(plan, todo, ranks))
-    hashed = sum(file.size for wave in _waves(todo, ranks.world) for file in wave[ranks.rank :: ranks.world])
+    own = sum(piece.nbytes for _, piece in own_pieces(plan, todo, ranks.rank, ranks.world))
+    hashed = sum(file.size for wave in waves(todo, ranks.world) for file in wave[ranks.rank :: ranks.world])
     progress.start("export", own + hashed, "bytes")
-    for wave in _waves(todo, ranks.world):
+    for wave in waves(todo, ranks.world):
         with ranks.together("prepare"):
             if ranks.is_first:
                 prepare(partial, plan, wave)
@@ -98,16 +98,6 @@ def prepare(partial: Path, plan: Plan, files: Sequence[ShardFile]) -> None:
         preallocate(partial / file.name, file.size, file_header(by_file[file.name]))
 
 
-def own_pieces(plan: Plan, files: Sequence[ShardFile], ranks: Ranks) -> Iterator[tuple[Output, Piece]]:
-    """This rank's pieces of the given files, wave by wave, as the ranks work through them. Holds one wave."""
-    by_file = plan.by_file
-    for wave in _waves(files, ranks.world):
-        outputs = {output.name: output for file in wave for output in by_file[file.name]}
-        pieces = [piece for output in outputs.values() for piece in _cut(output)]
-        for piece in share(pieces, ranks.world)[ranks.rank]:
-            yield outputs[piece.name], piece
-
-
 def encode_files(
     folder: Path,
     plan: Plan,
@@ -122,7 +112,7 @@ def encode_files(
     dtype = DTYPES[plan.model_dtype]
     with ExitStack() as stack:
         fds: dict[str, int] = {}
-        for output, piece in own_pieces(plan, files, ranks):
+        for output, piece in own_pieces(plan, files, ranks.rank, ranks.world):
             name = output.file
             if name not in fds:
                 fds[name] = stack.enter_context(closing(_Descriptor(folder / name))).fd
@@ -194,17 +184,6 @@ class _Descriptor:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def _cut(output: Output) -> Iterable[Piece]:
-    size = output.end - output.begin
-    if output.codec == VALUE:
-        return [Piece(output.name, None, size)]
-    return cut(output.name, output.shape, size, piece_bytes=PIECE_BYTES // 2)  # the source is at least twice as wide
-
-
-def _waves(files: Sequence[ShardFile], world: int) -> list[Sequence[ShardFile]]:
-    return [files[start : start + world] for start in range(0, len(files), world)]
 
 
 def _seal(folder: Path, digest: str, file: ShardFile, progress: Progress) -> None:

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any
 
 from distribute.errors import RecipeError, SourceError
@@ -24,6 +25,8 @@ FUSED_LEAVES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1",
 #: Where config.json says how many decoder blocks there are.
 NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.(?P<leaf>\w+)$")
+_IGNORED = re.compile("|".join(map(translate, DEFAULT_IGNORE)))  # whether one of many patterns matches
+_NUMBER = re.compile(r"\d+")
 _NUMBERED = re.compile(r"^(?P<prefix>\D*?)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
 
@@ -97,19 +100,24 @@ def expert_of(module: str) -> Expert | None:
 def fused_siblings(modules: Iterable[str]) -> list[tuple[str, ...]]:
     """Groups (of two or more present modules) that runtimes load as one matrix, in natural order."""
     present = set(modules)
+    parents = sorted({module.rpartition(".")[0] for module in present}, key=natural_key)
     groups = []
     for leaves in FUSED_LEAVES:
-        for parent in sorted({module.rpartition(".")[0] for module in present}, key=natural_key):
+        for parent in parents:
             group = tuple(f"{parent}.{leaf}" for leaf in leaves if f"{parent}.{leaf}" in present)
             if len(group) > 1:
                 groups.append(group)
     return groups
 
 
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that orders `layers.2` before `layers.10`."""
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts]
+def natural_key(name: str) -> str:
+    """Sort key that orders `layers.2` before `layers.10`: a number as its length and its digits, before any text."""
+    return _NUMBER.sub(_sortable, name)
+
+
+def _sortable(number: re.Match[str]) -> str:
+    digits = str(int(number[0]))
+    return f"\0{chr(len(digits))}{digits}"
 
 
 def _is_matrix(entry: TensorEntry) -> bool:
@@ -123,7 +131,7 @@ def _decide(module: str, blocks: Mapping[str, int], recipe: Recipe) -> Decision:
     for pattern in recipe.include:
         if matches(pattern, module):
             return Decision(module, QUANTIZE, f"recipe includes {pattern}")
-    for pattern, what in DEFAULT_IGNORE.items():
+    for pattern, what in DEFAULT_IGNORE.items() if _IGNORED.match(module) else ():
         if matches(pattern, module):
             return Decision(module, KEEP, f"{what}, left by default ({pattern})")
     found = _NUMBERED.match(module)

@@ -5,9 +5,9 @@ statistics decide (scales) lie beside it in plan.safetensors under the names of 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ VALUE = "value"  # a tensor of plan.safetensors
 CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Origin:
     """What an output tensor is made of; the fields that an `Output` has beside its place."""
 
@@ -131,14 +131,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
             )
     dialect = DIALECTS[recipe.dialect]
     model_dtype = find_model_dtype(checkpoint, decisions)
-    parts = [
-        part
-        for entry in checkpoint.tensors.values()
-        if entry.name not in dropped
-        for part in _outputs_of(entry, decisions, dialect, recipe, model_dtype)
-    ]
-    origins = {spec[0]: origin for spec, origin in parts}
-    files, placed = plan_files([spec for spec, _ in parts], max_shard_bytes)
+    specs, origins = _outputs(checkpoint, decisions, dropped, recipe, model_dtype)
+    files, placed = plan_files(specs, max_shard_bytes)
     outputs = [_join(tensor, origins[tensor.name]) for tensor in placed]
     return Plan(
         recipe=recipe,
@@ -171,22 +165,35 @@ def _join(placed: TensorEntry, origin: _Origin) -> Output:
     return Output(*place, origin.codec, origin.source, origin.scale)
 
 
-def _outputs_of(
-    entry: TensorEntry, decisions: Mapping[str, Decision], dialect: Dialect, recipe: Recipe, model_dtype: str
-) -> Iterator[tuple[Spec, _Origin]]:
-    """Every output tensor that a source tensor leads to, and what it is made of."""
-    module = entry.name.removesuffix(".weight")
-    decision = decisions.get(module)
-    if decision is None or module == entry.name or decision.action != QUANTIZE:
-        yield (entry.name, entry.dtype, entry.shape), _Origin(COPY, entry.name)
-        return
-    rows, columns = entry.shape
-    specs = dialect.tensors((rows, columns), recipe.scheme, model_dtype)
-    scale = next(f"{module}.{spec.suffix}" for spec in specs if spec.role == "weight_scale")
-    for spec in specs:
-        coded = spec.role == "weight"
-        origin = _Origin(dialect.codec(recipe.scheme), entry.name, scale) if coded else _Origin(VALUE)
-        yield (f"{module}.{spec.suffix}", spec.dtype, spec.shape), origin
+def _outputs(
+    checkpoint: Checkpoint,
+    decisions: Mapping[str, Decision],
+    dropped: tuple[str, ...],
+    recipe: Recipe,
+    model_dtype: str,
+) -> tuple[list[Spec], dict[str, _Origin]]:
+    """Every output tensor, and by its name what it is made of. Equal values are one object: there may be millions."""
+    dialect = DIALECTS[recipe.dialect]
+    codec, scheme, value = dialect.codec(recipe.scheme), recipe.scheme, _Origin(VALUE)
+    tensors_of = cache(lambda rows, columns: dialect.tensors((rows, columns), scheme, model_dtype))
+    specs: list[Spec] = []
+    origins: dict[str, _Origin] = {}
+    for entry in checkpoint.tensors.values():
+        module = entry.name.removesuffix(".weight")
+        decision = decisions.get(module)
+        if entry.name in dropped:
+            continue
+        if decision is None or module == entry.name or decision.action != QUANTIZE:
+            specs.append((entry.name, entry.dtype, entry.shape))
+            origins[entry.name] = _Origin(COPY, entry.name)
+            continue
+        tensors = tensors_of(*entry.shape)
+        names = {tensor.role: f"{module}.{tensor.suffix}" for tensor in tensors}
+        coded = _Origin(codec, entry.name, names["weight_scale"])
+        for tensor in tensors:
+            specs.append((names[tensor.role], tensor.dtype, tensor.shape))
+            origins[names[tensor.role]] = coded if tensor.role == "weight" else value
+    return specs, origins
 
 
 def _json_blocks(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
+from sys import intern
 from typing import Any
 
 from distribute.errors import SourceError
@@ -95,9 +96,13 @@ class Checkpoint:
         stats = [
             (name, (self.folder / name).stat().st_size, (self.folder / name).stat().st_mtime_ns) for name in files
         ]
-        entries = [(e.name, e.dtype, e.shape, e.file, e.begin, e.end) for e in self.tensors.values()]
-        text = json.dumps([self.config, sorted(entries), stats], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        entries = sorted(self.tensors.values(), key=lambda entry: entry.name)
+        digest = hashlib.sha256(f"[{json.dumps(self.config, sort_keys=True)}, [".encode())
+        for place, e in enumerate(entries):  # one by one: the text of a large model takes hundreds of megabytes
+            text = json.dumps((e.name, e.dtype, e.shape, e.file, e.begin, e.end))
+            digest.update((f", {text}" if place else text).encode())
+        digest.update(f"], {json.dumps(stats, sort_keys=True)}]".encode())
+        return digest.hexdigest()
 
     def refuse_quantized(self) -> None:
         """Raise SourceError when this checkpoint is quantized already."""
@@ -175,7 +180,8 @@ def read_entries(folder: Path, file: str) -> list[TensorEntry]:
     path = folder / file
     header, data = read_header(path)
     size = path.stat().st_size
-    entries = [_entry(file, name, fields, data) for name, fields in header.items() if name != "__metadata__"]
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # few in a model of many tensors: one object for each
+    entries = [_entry(file, name, fields, data, shapes) for name, fields in header.items() if name != "__metadata__"]
     end = data
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end:
@@ -197,7 +203,9 @@ def is_inside(folder: Path, name: str) -> bool:
     return root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
 
 
-def _entry(file: str, name: str, fields: Any, data: int) -> TensorEntry:
+def _entry(
+    file: str, name: str, fields: Any, data: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         expected = prod(shape) * ITEMSIZE[dtype]
@@ -207,7 +215,7 @@ def _entry(file: str, name: str, fields: Any, data: int) -> TensorEntry:
         raise SourceError(f"{file}: the entry of {name!r} is damaged or of an unknown dtype: {fields}") from None
     if not 0 <= begin <= end or end - begin != expected or min(shape, default=0) < 0:
         raise SourceError(f"{file}: {name!r} is {dtype} {list(shape)} but holds {end - begin} bytes")
-    return TensorEntry(name, dtype, shape, file, data + begin, data + end)
+    return TensorEntry(name, intern(dtype), shapes.setdefault(shape, shape), file, data + begin, data + end)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -229,7 +237,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index} has no weight_map")
-    bad = sorted({str(v) for v in weight_map.values() if not isinstance(v, str) or not is_inside(folder, v)})
+    strings = {value for value in weight_map.values() if isinstance(value, str)}  # few: a look at the disk for each
+    outside = {name for name in strings if not is_inside(folder, name)}
+    bad = sorted(outside | {str(value) for value in weight_map.values() if not isinstance(value, str)})
     if bad:
         raise SourceError(f"{index} names files outside its folder: {', '.join(bad)}; nothing was read from them")
     return weight_map

@@ -15,7 +15,7 @@ import torch
 
 from distribute.checks import check_folder
 from distribute.errors import NogatherError, SourceError, VerifyError
-from distribute.export import FINAL, own_pieces
+from distribute.export import FINAL
 from distribute.job import Job, Progress, read_json, write_json
 from distribute.numerics.fp8 import CODECS
 from distribute.passthrough import checkpoint_files
@@ -24,7 +24,7 @@ from distribute.ranks import Ranks
 from distribute.shards import sha256
 from distribute.source import Checkpoint, TensorEntry, read_entries
 from distribute.tensors import DTYPES, TensorFile, read_entry, to_bytes
-from distribute.work import Piece, cut
+from distribute.work import Piece, cut, own_pieces
 
 Faults = list[str]
 RECEIPT = "receipt.json"
@@ -137,11 +137,11 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
     Files in `skip` have damaged headers: their bytes mean nothing.
     """
     files = [file for file in subject.plan.files if file.name not in skip]
-    total = sum(piece.nbytes for _, piece in own_pieces(subject.plan, files, ranks))
+    total = sum(piece.nbytes for _, piece in own_pieces(subject.plan, files, ranks.rank, ranks.world))
     progress.start("verify", total, "bytes")
     power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     differ: Faults = []
-    for output, piece in own_pieces(subject.plan, files, ranks):
+    for output, piece in own_pieces(subject.plan, files, ranks.rank, ranks.world):
         written = read_entry(subject.folder, output, piece.rows)
         if output.codec in (COPY, VALUE):
             if to_bytes(written) != to_bytes(_expected(subject, output, piece)):

@@ -116,6 +116,9 @@ def plan(
     recipe: RecipeName = "fp8",
     dialect: Dialect = None,
     max_shard_size: ShardSize = "5GB",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Add how the work of the export spreads over this many ranks.")
+    ] = None,
     workspace: Workspace = None,
     as_json: Json = False,
 ) -> None:
@@ -126,7 +129,7 @@ def plan(
         parameters = make_parameters(
             model=model, recipe=recipe, dialect=dialect, max_shard_size=max_shard_size, workspace=workspace
         )
-        _show_plan(parameters, as_json)
+        _show_plan(parameters, as_json, ranks)
 
 
 @app.command()
@@ -273,19 +276,25 @@ def refuse_dead_server(url: str | None) -> None:
         ) from None
 
 
-def _show_plan(parameters: Any, as_json: bool) -> None:
+def _show_plan(parameters: Any, as_json: bool, ranks: int | None = None) -> None:
     from distribute.plan import make_plan
     from distribute.sizes import parse_size
     from distribute.source import Checkpoint
+    from distribute.work import spread
     from flows.display import shown
-    from flows.tables import plan_json, plan_text
+    from flows.tables import plan_json, plan_lines
     from tasks.headers import fetch_headers
 
     recipe = parameters.load_recipe()
     with shown():
         folder = fetch_headers(parameters.model, parameters.workspace_folder())
     made = make_plan(Checkpoint.open(folder), recipe, parse_size(parameters.max_shard_size))
-    _print(plan_json(made) if as_json else plan_text(made))
+    work = spread(made, ranks) if ranks else None
+    if as_json:
+        _print(plan_json(made, work))
+    else:
+        for line in plan_lines(made, work):  # one by one: a large model has millions
+            _print(line)
 
 
 def _show_summary(summary: dict[str, Any], as_json: bool) -> None:

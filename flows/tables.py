@@ -1,13 +1,16 @@
 """Tables of `nogather plan` and `nogather inspect`: aligned plain text, as good in a pipe as on a terminal."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 from distribute.layers import KEEP
 from distribute.plan import Plan
 from distribute.sizes import format_size
 from distribute.source import Checkpoint, text_config
+from distribute.work import Spread
 
 NAMED_KEYS = (
     "model_type",
@@ -21,45 +24,55 @@ NAMED_KEYS = (
 
 def align(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Columns separated by two spaces; numbers (int) to the right."""
-    table = list(rows)
-    cells = [list(map(str, row)) for row in table]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    return "\n".join(aligned(header, list(rows)))
+
+
+def aligned(header: Sequence[str], table: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """The lines of `align`."""
+    widths = [max(map(len, map(str, column))) for column in zip(header, *table, strict=True)]
     right = [bool(table) and isinstance(table[0][i], int) for i in range(len(header))]
-    lines = [list(header), ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if is_right else text.ljust(width)
-            for text, width, is_right in zip(line, widths, right, strict=True)
+    for line in chain([header, ["-" * width for width in widths]], table):
+        yield "  ".join(
+            str(value).rjust(width) if is_right else str(value).ljust(width)
+            for value, width, is_right in zip(line, widths, right, strict=True)
         ).rstrip()
-        for line in lines
+
+
+def plan_lines(plan: Plan, work: Spread | None = None) -> Iterator[str]:
+    """What becomes what: every tensor, every kept module with its reason, every file, and the sizes.
+
+    `work` adds how the export spreads over ranks.
+    """
+    shapes = cache(lambda shape: "x".join(map(str, shape)) or "scalar")
+    tensors = [(o.name, o.dtype, shapes(o.shape), o.codec, o.file, o.nbytes) for o in plan.outputs]
+    yield from aligned(("tensor", "dtype", "shape", "codec", "file", "bytes"), tensors)
+    yield from ("", "kept as they are")
+    yield from aligned(("module", "why"), [(d.module, d.reason) for d in plan.decisions if d.action == KEEP])
+    yield ""
+    yield from aligned(("file", "bytes"), [(file.name, file.size) for file in plan.files])
+    for name in plan.dropped:
+        yield from ("", f"not written: {name} (tied to the embedding)")
+    for warning in plan.warnings:
+        yield from ("", f"warning: {warning}")
+    if work is not None:
+        yield ""
+        rows = [(what, *(format_size(figures[key]) for key in ("busiest", "mean")), f"{figures['ratio']:.3f}")
+                for what, figures in work.summary().items()]  # fmt: skip
+        yield from aligned((f"over {len(work.encoded)} ranks", "busiest", "mean", "ratio"), rows)
+        yield f"a rank writes into {max(work.files)} files at most; a file is read for its digest by one rank"
+    yield ""
+    yield (
+        f"{len(plan.quantized)} of {len(plan.decisions)} modules are quantized ({plan.recipe.preset}, "
+        f"{plan.recipe.dialect}); {format_size(plan.source_bytes)} become {format_size(plan.nbytes)} "
+        f"({plan.nbytes / max(1, plan.source_bytes):.1%}) in {len(plan.files)} files"
     )
 
 
-def plan_text(plan: Plan) -> str:
-    """What becomes what: every tensor, every kept module with its reason, every file, and the sizes."""
-    tensors = [
-        (o.name, o.dtype, "x".join(map(str, o.shape)) or "scalar", o.codec, o.file, o.end - o.begin)
-        for o in plan.outputs
-    ]
-    kept = [(d.module, d.reason) for d in plan.decisions if d.action == KEEP]
-    files = [(file.name, file.size) for file in plan.files]
-    parts = [
-        align(("tensor", "dtype", "shape", "codec", "file", "bytes"), tensors),
-        "kept as they are\n" + align(("module", "why"), kept),
-        align(("file", "bytes"), files),
-        *(f"not written: {name} (tied to the embedding)" for name in plan.dropped),
-        *(f"warning: {warning}" for warning in plan.warnings),
-        f"{len(plan.quantized)} of {len(plan.decisions)} modules are quantized ({plan.recipe.preset}, "
-        f"{plan.recipe.dialect}); {format_size(plan.source_bytes)} become {format_size(plan.nbytes)} "
-        f"({plan.nbytes / max(1, plan.source_bytes):.1%}) in {len(plan.files)} files",
-    ]
-    return "\n\n".join(parts)
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan for machines: plan.json with the sizes on top."""
+def plan_json(plan: Plan, work: Spread | None = None) -> dict[str, Any]:
+    """The plan for machines: plan.json with the sizes on top, and how the export spreads over ranks."""
     values = {key: value for key, value in plan.to_json().items() if key != "outputs"}
-    return {"bytes": plan.nbytes} | values
+    spread = {"ranks": len(work.encoded), **work.summary(), "most_files_of_a_rank": max(work.files)} if work else None
+    return {"bytes": plan.nbytes} | ({"spread": spread} if spread else {}) | values
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

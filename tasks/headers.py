@@ -40,8 +40,20 @@ def fetch_headers(model: str, workspace: Path) -> Path:
                     key: {"dtype": info.dtype, "shape": info.shape, "data_offsets": list(info.data_offsets)}
                     for key, info in found.tensors.items()
                 }
-                _write_stub(folder / name, tensors)
+                write_stub(folder / name, tensors)
     return folder
+
+
+def write_stub(path: Path, tensors: dict[str, dict]) -> None:
+    """A weight file of this header (entries as safetensors has them) whose data is a hole."""
+    text = json.dumps(tensors).encode()
+    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    with temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    temporary.replace(path)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -51,14 +63,3 @@ def _weight_files(folder: Path) -> list[str]:
     if bad:
         raise SourceError(f"{INDEX_NAME} names {bad[0]!r}, which is no file of this model")
     return sorted(names)
-
-
-def _write_stub(path: Path, tensors: dict[str, dict]) -> None:
-    text = json.dumps(tensors).encode()
-    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    with temporary.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    temporary.replace(path)

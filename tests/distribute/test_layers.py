@@ -1,7 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distribute.errors import RecipeError, SourceError
 from distribute.layers import KEEP, QUANTIZE, Expert, decide, decoder_blocks, expert_of, fused_siblings, natural_key
@@ -122,3 +125,12 @@ def test_fused_siblings_are_found_in_natural_order() -> None:
 
 def test_natural_order() -> None:
     assert sorted(["l.10.a", "l.2.a", "l.2", "k"], key=natural_key) == ["k", "l.2", "l.2.a", "l.10.a"]
+
+
+@given(st.lists(st.text("l.12009é_", max_size=9), max_size=12))
+def test_numbers_are_compared_as_numbers_and_text_as_text(names: list[str]) -> None:
+    def parts(name: str) -> list[tuple[int, str]]:
+        split = re.split(r"(\d+)", name)
+        return [(int(part), "") if place % 2 else (0, part) for place, part in enumerate(split)]
+
+    assert sorted(names, key=natural_key) == sorted(names, key=parts)

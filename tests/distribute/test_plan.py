@@ -3,10 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.plan import make_stubs
 from distribute.errors import SourceError
 from distribute.plan import COPY, VALUE, Plan, find_model_dtype, make_plan
 from distribute.recipe import make_recipe
 from distribute.source import Checkpoint
+from distribute.work import PIECE_BYTES, spread
 from tests.checkpoints import decoder_tensors, write_checkpoint
 
 
@@ -93,3 +95,12 @@ def test_a_head_that_is_not_stored_is_ignored_whatever_the_config_says(tmp_path:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors, tie_word_embeddings=None))
     plan = make_plan(checkpoint, make_recipe({"dialect": "compressed-tensors"}), 1 << 30)
     assert plan.config_changes["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_a_thousand_ranks_share_a_large_model_evenly(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(make_stubs(tmp_path, layers=4, experts=512, moe=2048))  # 52 GB of holes
+    plan = make_plan(checkpoint, make_recipe({}), 1_000_000_000)
+    assert len(checkpoint.tensors) == 6183 and len(plan.files) > 50
+    encode = spread(plan, 1000).summary()["encode"]
+    assert encode["mean"] == sum(output.nbytes for output in plan.outputs) / 1000
+    assert encode["busiest"] <= min(encode["mean"] + PIECE_BYTES / 2 + 1, 1.05 * encode["mean"])

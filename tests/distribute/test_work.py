@@ -1,9 +1,19 @@
+"""Every row goes to exactly one rank, and no rank has more to do than the mean and one piece."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distribute.work import cut, share
+from distribute.plan import COPY, VALUE, Output, Plan
+from distribute.shards import ShardFile
+from distribute.work import PIECE_BYTES, cut, own_pieces, share, spread, waves
 
 shapes = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=20)
+#: Tensors of files: (rows, bytes of a row, whether it is a value); some are larger than a piece.
+tensors = st.tuples(st.integers(0, 5), st.sampled_from([1, 4, 3000, PIECE_BYTES // 5, PIECE_BYTES]), st.booleans())
+folders = st.lists(st.lists(tensors, min_size=1, max_size=6), min_size=1, max_size=9)
 
 
 @given(shapes, st.integers(1, 300), st.integers(1, 7))
@@ -32,3 +42,73 @@ def test_a_scalar_and_an_empty_tensor_are_one_piece() -> None:
 
 def test_a_row_larger_than_a_piece_is_not_cut() -> None:
     assert [piece.rows for piece in cut("w", (2, 100), 200, piece_bytes=10)] == [range(1), range(1, 2)]
+
+
+def _plan(folder: list[list[tuple[int, int, bool]]]) -> Plan:
+    """What `own_pieces` and `spread` look at: files and their outputs."""
+    files: list[ShardFile] = []
+    by_file: dict[str, list[Output]] = {}
+    for number, group in enumerate(folder):
+        name, end = f"f{number}", 8
+        by_file[name] = []
+        for place, (rows, width, value) in enumerate(group):
+            begin, end = end, end + rows * width
+            codec = VALUE if value else COPY
+            by_file[name].append(Output(f"{name}.{place}", "U8", (rows, width), name, begin, end, codec))
+        files.append(ShardFile(name, end))
+    return SimpleNamespace(files=files, by_file=by_file)  # type: ignore[return-value]
+
+
+@given(folders, st.integers(1, 7))
+def test_the_pieces_of_all_ranks_are_every_byte_once(folder: list[list[tuple[int, int, bool]]], world: int) -> None:
+    plan = _plan(folder)
+    seen: dict[str, list[range]] = defaultdict(list)
+    for rank in range(world):
+        for output, piece in own_pieces(plan, plan.files, rank, world):
+            seen[output.name].append(piece.rows if piece.rows is not None else range(output.shape[0]))
+    for output in (output for outputs in plan.by_file.values() for output in outputs):
+        rows = sorted(seen.pop(output.name), key=lambda part: part.start)
+        assert [row for part in rows for row in part] == list(range(output.shape[0]))
+    assert not seen
+
+
+@given(folders, st.integers(1, 7))
+def test_pieces_are_shared_as_if_all_were_cut_first(folder: list[list[tuple[int, int, bool]]], world: int) -> None:
+    plan = _plan(folder)
+    for wave in waves(plan.files, world):
+        outputs = [output for file in wave for output in plan.by_file[file.name]]
+        expected = share((p for output in outputs for _, p in own_pieces(_only(output), _files(output), 0, 1)), world)
+        assert [[p for _, p in own_pieces(plan, wave, rank, world)] for rank in range(world)] == expected
+
+
+@given(folders, st.integers(1, 7))
+def test_a_spread_counts_what_the_ranks_do(folder: list[list[tuple[int, int, bool]]], world: int) -> None:
+    plan = _plan(folder)
+    work = spread(plan, world)
+    for rank in range(world):
+        own = list(own_pieces(plan, plan.files, rank, world))
+        assert work.encoded[rank] == sum(piece.nbytes for _, piece in own)
+        assert work.files[rank] == len({output.file for output, _ in own})
+        sealed = [file.size for wave in waves(plan.files, world) for file in wave[rank::world]]
+        assert work.sealed[rank] == sum(sealed)
+    assert sum(work.sealed) == sum(file.size for file in plan.files)
+
+
+@given(folders, st.integers(1, 7))
+def test_the_busiest_rank_encodes_the_mean_and_a_piece_of_each_wave(
+    folder: list[list[tuple[int, int, bool]]], world: int
+) -> None:
+    plan = _plan(folder)
+    allowed = 0.0
+    for wave in waves(plan.files, world):
+        pieces = [piece.nbytes for _, piece in own_pieces(plan, wave, 0, 1)]
+        allowed += sum(pieces) / world + max(pieces) + 1
+    assert max(spread(plan, world).encoded) <= allowed
+
+
+def _only(output: Output) -> Plan:
+    return SimpleNamespace(by_file={output.file: [output]})  # type: ignore[return-value]
+
+
+def _files(output: Output) -> list[ShardFile]:
+    return [ShardFile(output.file, output.end)]

@@ -109,6 +109,16 @@ def test_plan_shows_every_tensor_file_and_kept_module(parameters: Parameters) ->
     assert lines[-1].startswith("14 of 16 modules are quantized (fp8_dynamic, modelopt); ")
 
 
+def test_plan_tells_how_the_work_spreads_over_ranks(parameters: Parameters) -> None:
+    lines = RUNNER.invoke(app, ["plan", parameters.model, "--ranks", "3"]).stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("over 3 ranks"))
+    assert [line.split()[0] for line in lines[start + 2 : start + 4]] == ["encode", "seal"]
+    made = json.loads(RUNNER.invoke(app, ["plan", parameters.model, "--ranks", "3", "--json"]).stdout)
+    encode = made["spread"]["encode"]
+    assert encode["mean"] <= encode["busiest"] == pytest.approx(encode["mean"] * encode["ratio"])
+    assert sum(entry["end"] - entry["begin"] for entry in made["tensors"]) == pytest.approx(3 * encode["mean"])
+
+
 def test_plan_as_json_is_the_plan(parameters: Parameters) -> None:
     result = RUNNER.invoke(app, ["run", parameters.model, "--dry-run", "--json"])
     plan = json.loads(result.stdout)
