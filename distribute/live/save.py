@@ -13,7 +13,7 @@ A failure of any rank at any step ends the call on all of them with one error an
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
 SUMS_NAME = "SHA256SUMS"
+KV_SCALES = (".k_scale", ".v_scale")
 
 
 def distributed_save_hf_checkpoint(
@@ -143,26 +144,37 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
             model_dtype=dtype,
             max_shard_bytes=request.max_shard_bytes,
         )
-        texts = _small_files(model, request)
+        texts = _small_files(model, request, clean.shapes)
     return _Content(plan, texts, named, {name: meshes[key] for name, key in clean.sources.items()})
 
 
-def _small_files(model: torch.nn.Module, request: Request) -> dict[str, str]:
-    """Name -> text of the JSON files, and of the code of a custom model."""
+def _small_files(model: torch.nn.Module, request: Request, names: Iterable[str]) -> dict[str, str]:
+    """Name -> text of the JSON files, and of the code of a custom model, for tensors of these names in memory."""
     layers = read_layers(model, request.is_modelopt_qlora)
-    found = read_kv_format(model)
-    if found is not None and found != request.kv_cache_format:
-        raise UserError(
-            f"the model's quantizers are for a K/V cache of {found}, but kv_cache_format is "
-            f"{request.kv_cache_format!r}; give {found!r}, or disable these quantizers"
-        )
     hub_names = hub_module_names(model, layers.formats)
     hub_formats = {hub: form for name, form in layers.formats.items() for hub in hub_names[name]}
     existing = getattr(getattr(model, "config", None), "quantization_config", None)
     if existing is not None and not isinstance(existing, Mapping):
         existing = existing.to_dict()
-    hf_quant_config, block = quantization_blocks(layers, hub_formats, request.kv_cache_format, existing)
+    kv_cache = _kv_cache(model, request.kv_cache_format, names)
+    hf_quant_config, block = quantization_blocks(layers, hub_formats, kv_cache, existing)
     return config_files(model, quantization_config=block, hf_quant_config=hf_quant_config)
+
+
+def _kv_cache(model: torch.nn.Module, asked: str | None, names: Iterable[str]) -> str | None:
+    """The K/V cache that the checkpoint declares: what was asked for, if the model has any of it."""
+    found = read_kv_format(model)
+    if found is not None and found != asked:
+        raise UserError(
+            f"the model's quantizers are for a K/V cache of {found}, but kv_cache_format is {asked!r}; "
+            f"give {found!r}, or disable these quantizers"
+        )
+    if asked and not found and not any(name.endswith(KV_SCALES) for name in names):
+        log.warning(
+            "kv_cache_format is %s, but the model has no K/V quantizer and no K/V scale: it is left out", asked
+        )
+        return None
+    return asked
 
 
 @contextmanager
