@@ -10,7 +10,7 @@ import logging
 import mmap
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ import torch
 from distribute.control import Control
 from distribute.errors import RankError, UserError, WorkspaceError
 from distribute.nested import flatten, unflatten
-from distribute.segments import SHARED_MEMORY, collect_dead, collect_dead_once, host, map_segment, new_name, write_segment
+from distribute.segments import (
+    SHARED_MEMORY,
+    collect_dead,
+    collect_dead_once,
+    host,
+    map_segment,
+    new_name,
+    write_segment,
+)
 from distribute.state import copy_into, from_buffer, plan_layout, write_into
 from distribute.state_file import VISIBLE_LIMIT_S, await_state, make_private_folder, write_state
 
@@ -102,7 +110,7 @@ class _Delivery:
             make_private_folder(self.workspace)
             collect_dead_once(self.workspace)
             path = self.workspace / new_name()
-            self.names.callback(path.unlink, missing_ok=True)
+            self.names.callback(_unlink, path)
             return {"path": path.name, "checksum": write_state(path, self.tensors, self.metadata)}
         if not is_near:
             return None
@@ -111,7 +119,7 @@ class _Delivery:
         except WorkspaceError as error:
             _warn_once(f"{error}; until then tensors travel over the network")
             return None
-        self.names.callback(path.unlink, missing_ok=True)
+        self.names.callback(_unlink, path)
         return {"path": str(path)}
 
     def _read(self, notes: dict[int, Any], places: dict[int, Any], sizes: dict[int, int]) -> list[int]:
@@ -124,7 +132,7 @@ class _Delivery:
                 path, who = self.workspace / places[rank]["path"], f"the config of rank {rank}"
                 limit_s = min(VISIBLE_LIMIT_S, self.control.limit_s / 2)
                 self._unpack(rank, *await_state(path, partial(places[rank].get, "checksum"), who, limit_s))
-                path.unlink(missing_ok=True)
+                _unlink(path)
             elif not self._read_segment(rank, places[rank], sizes[rank]):
                 unseen.append(rank)
         if unseen:
@@ -139,7 +147,7 @@ class _Delivery:
             buffer = map_segment(path, nbytes)
         except FileNotFoundError:  # containers can share /dev/shm and have folders for temporary files of their own
             return False
-        path.unlink(missing_ok=True)  # from here on a kill leaves nothing
+        _unlink(path)  # from here on a kill leaves nothing
         self._unpack(rank, *from_buffer(buffer))
         return True
 
@@ -186,6 +194,12 @@ def _refuse_unlike(name: str, ranks: list[int], notes: dict[int, dict[str, Any]]
             f"{name} needs one dtype and shape on all ranks: rank {ranks[0]} has {kind}, but {given_text}; "
             "use get_configs_parallel for parts that differ"
         )
+
+
+def _unlink(path: Path) -> None:
+    """Take a name away. An error here would hide the one that all ranks know of."""
+    with suppress(OSError):
+        path.unlink()
 
 
 @cache
