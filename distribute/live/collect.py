@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from distribute.errors import UserError
-from distribute.live.layout import Layout, Mesh, layout_of, part_of, replicas
+from distribute.live.layout import Layout, Mesh, layout_of, part_of, replicas, rows_and_width
+from distribute.live.redistribute import local_rows
 from distribute.ranks import Ranks
 from distribute.tensors import NAMES, to_bytes
 
@@ -143,12 +144,11 @@ def _row_absmax(tensor: StateTensor, span: range, rank: int) -> torch.Tensor:
     part = part_of(tensor.layout, tensor.mesh, rank)
     if not part.rows:
         return absmax
-    local = tensor.local.reshape(-1, sum(map(len, part.columns)))
     for run in part.rows:
         start, stop = max(run.start, span.start), min(run.stop, span.stop)
         if start < stop:
             at = run.at + start - run.start
-            rows = local[at : at + stop - start]
+            rows = local_rows(tensor.local, at, at + stop - start)
             absmax[start - span.start : stop - span.start] = rows.abs().amax(1).to("cpu", torch.float32)
     return absmax
 
@@ -185,10 +185,10 @@ def _raise_difference(ranks: Ranks, kinds: Mapping[str, list[Any]]) -> None:
 
 def _digest(local: torch.Tensor) -> str:
     digest = hashlib.sha256()
-    flat = local.reshape(-1)
-    step = max(1, BLOCK_BYTES // local.element_size())
-    for start in range(0, flat.numel(), step):
-        digest.update(to_bytes(flat[start : start + step]))
+    rows, width = rows_and_width(local.shape)
+    step = max(1, BLOCK_BYTES // max(1, width * local.element_size()))
+    for start in range(0, rows, step):
+        digest.update(to_bytes(local_rows(local, start, min(start + step, rows))))
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ from distribute.live.collect import Meshes, StateTensor
 from distribute.live.encode import FORMATS
 from distribute.live.layout import Ranges, Run, owned_rows, row_runs, rows_and_width
 from distribute.live.plan import LivePlan, Target
-from distribute.live.redistribute import full_rows
+from distribute.live.redistribute import full_rows, local_rows
 from distribute.shards import write_range
 from distribute.source import TensorEntry
 from distribute.tensors import to_bytes
@@ -105,14 +105,13 @@ def _local_pieces(tensor: StateTensor, runs: Sequence[Run], owned: Sequence[rang
     if not tensor.local.numel():
         return
     width = rows_and_width(tensor.shape)[1]
-    local = tensor.local.reshape(-1, width)
-    step = max(1, PIECE_BYTES // (width * local.element_size()))
+    step = max(1, PIECE_BYTES // (width * tensor.local.element_size()))
     for run in runs:
         for span in owned:
             for start in range(max(run.start, span.start), min(run.stop, span.stop), step):
                 at = range(start, min(start + step, run.stop, span.stop))
                 begin = run.at + at.start - run.start
-                yield at, local[begin : begin + len(at)]
+                yield at, local_rows(tensor.local, begin, begin + len(at))
 
 
 def _write_piece(
