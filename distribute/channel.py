@@ -122,7 +122,7 @@ class Channel:
                 if waited >= beat:
                     self._warn(waited, step)
                     beat += HEARTBEAT_S
-                time.sleep(min(LONGEST_POLL_S, 0.0002 + waited / 50))
+                time.sleep(min(LONGEST_POLL_S, waited / 50))  # a few yields at first: peers mostly come together
             work.wait()
         finally:
             del work  # as in `transfer`
