@@ -9,6 +9,7 @@ Tensors of a model travel by `transfer` alone, where no shared memory or file do
 """
 
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,14 +57,16 @@ class Control:
             step: what the ranks meet for, for messages.
 
         Raises:
-            UserError: this rank is not in `ranks`, a rank is named twice, the group has other members, or there is
-                no process group to join.
+            UserError: this rank is not in `ranks`, a rank is named twice, the group has other members, there is no
+                process group to join, or the limit is no positive number.
             RankError: a rank did not come.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         members = tuple(sorted(ranks))
         _check_members(rank, members, group)
         limit_s = limit_s if limit_s is not None else float(os.environ.get(WAIT_LIMIT_VARIABLE, WAIT_LIMIT_S))
+        if not 0 < limit_s < math.inf:
+            raise UserError(f"the limit of a wait is {limit_s:g} s; give seconds, more than 0")
         if len(members) == 1:
             return cls(Channel(rank, members), limit_s)
         world: Any = dist.group.WORLD

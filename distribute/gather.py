@@ -36,8 +36,8 @@ def get_tensors_parallel(
         tensor: any dense tensor; same dtype and shape on all ranks.
         ranks: the same on all of them.
         group: a process group of exactly these ranks (None: the default group). It carries no traffic.
-        limit_s: how long a rank waits for the others at each step, so the first rank's body must be shorter (None:
-            NOGATHER_WAIT_LIMIT_S, or six hours). Whoever does not come in time is named.
+        limit_s: how long a rank waits for the others at each step (None: NOGATHER_WAIT_LIMIT_S, or six hours).
+            Whoever does not come in time is named. To write, to read all and to run the body must take less.
 
     Raises:
         UserError: dtype or shape differs (names the ranks), or an argument is wrong.

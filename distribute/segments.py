@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "nogather-"
+FOREIGN_LIMIT_S = 7 * 86400.0  # age at which a file whose owner cannot be asked after counts as left
 _NAME = re.compile(PREFIX + r"(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-z.-]+")
 _calls = itertools.count()
 
@@ -87,14 +88,14 @@ def map_segment(path: Path, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def collect_dead(folder: Path, foreign_limit_s: float | None = None) -> int:
+def collect_dead(folder: Path, foreign_limit_s: float = FOREIGN_LIMIT_S) -> int:
     """Remove what processes of this host left in `folder` and no longer own; returns how many files.
 
-    What others own, or nobody can tell, stays; or goes when it is older than `foreign_limit_s` seconds.
+    What processes of other hosts and containers made goes when it is older than `foreign_limit_s` seconds.
     """
     removed = 0
     try:
-        names = [entry.name for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]
+        names = [entry.name for entry in os.scandir(folder) if _NAME.fullmatch(entry.name)]
     except OSError:
         return 0
     for name in names:
@@ -105,14 +106,14 @@ def collect_dead(folder: Path, foreign_limit_s: float | None = None) -> int:
     return removed
 
 
-def is_left_over(path: Path, owners: Iterable[str], foreign_limit_s: float | None) -> bool:
+def is_left_over(path: Path, owners: Iterable[str], foreign_limit_s: float) -> bool:
     """Whether all `owners` (of `new_name`) ended; when that cannot be known here, whether the file is old."""
     lives = [owner_lives(owner) for owner in owners]
     if any(lives):
         return False
     if lives and None not in lives:
         return True
-    return foreign_limit_s is not None and time.time() - path.lstat().st_mtime > foreign_limit_s
+    return time.time() - path.lstat().st_mtime > foreign_limit_s
 
 
 def owner_lives(name: str) -> bool | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distribute.errors import WorkspaceError
 from distribute.nested import refuse_non_json
-from distribute.segments import collect_dead, is_left_over, new_name
+from distribute.segments import FOREIGN_LIMIT_S, collect_dead, is_left_over, new_name
 from distribute.state_file import (
     VISIBLE_LIMIT_S,
     as_workspace_error,
@@ -30,7 +30,6 @@ from distribute.state_file import (
     write_state,
 )
 
-LEFTOVER_LIMIT_S = 7 * 86400.0
 JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,7 +53,7 @@ class NFSWorkspace:
         workspace_path: Path | str | None = None,
         *,
         visible_limit_s: float = VISIBLE_LIMIT_S,
-        leftover_limit_s: float = LEFTOVER_LIMIT_S,
+        leftover_limit_s: float = FOREIGN_LIMIT_S,
     ):
         self.path = Path(workspace_path) if workspace_path is not None else None
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))

@@ -83,6 +83,12 @@ def test_ranks_must_name_this_rank_once():
         Control.of([0, 1])
 
 
+@pytest.mark.parametrize("limit_s", [0, -1, float("inf"), float("nan")])
+def test_a_limit_must_be_seconds(limit_s):
+    with pytest.raises(UserError, match="give seconds, more than 0"):
+        Ranks.start(wait_limit_s=limit_s)
+
+
 def _caught(body):
     """The error `body` raises, as JSON."""
     try:

@@ -132,6 +132,19 @@ def test_only_files_of_dead_owners_are_collected(tmp_path):
     assert all(path.exists() for path in (mine, *unknown))
 
 
+def test_files_of_other_hosts_are_collected_when_they_are_old(tmp_path):
+    foreign, notes = (
+        tmp_path / re.sub("nogather-[0-9a-f]+", "nogather-00000000", new_name()),
+        tmp_path / "nogather-notes",
+    )
+    for path in (foreign, notes):
+        path.touch()
+        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    assert collect_dead(tmp_path, 9 * 86400) == 0
+    assert collect_dead(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == [notes]
+
+
 def test_missing_folder_has_nothing_to_collect(tmp_path):
     assert collect_dead(tmp_path / "missing") == 0
 
