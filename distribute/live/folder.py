@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 FOREIGN_LEFTOVER_S = 7 * 24 * 3600.0
 LONGEST_POLL_S = 0.5
+#: A folder of others under the sticky bit, of a lower layer of an overlay, or in use as a mount point.
+NO_SWAP = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EBUSY)
 _TOKEN = ".token"
 
 
@@ -71,6 +73,11 @@ class Staging:
         (self.path / _TOKEN).unlink(missing_ok=True)
         present = sorted(path.name for path in self.path.iterdir())
         assert present == names, f"staged {present}, told {names}"
+        for name in names:
+            if (self.folder / name).is_dir():
+                raise TargetError(
+                    f"{self.folder / name} is a folder; the checkpoint has a file of that name: remove it"
+                )
         with _explained(self.folder):
             stale = old_files(self.folder) - set(names)
             for name in names:
@@ -84,7 +91,9 @@ class Staging:
         """Remove what was staged and the parents that were made for it. Does nothing after `commit`."""
         # A half-done move holds the only whole copy: the next export finishes it.
         if self._lock is not None:
-            if not is_moving(self.path):
+            if is_moving(self.path):
+                log.warning("%s holds a part of the new checkpoint; export again to complete it", self.folder)
+            else:
                 shutil.rmtree(self.path, ignore_errors=True)
             self._release()
         for parent in self._made:
@@ -133,7 +142,7 @@ class Staging:
         if not self._is_inside:
             recover(self.folder)
         for path in self._leftovers():
-            if is_moving(path):
+            if path.parent == self.folder and is_moving(path):
                 move_in(path, self.folder)
             else:
                 shutil.rmtree(path, ignore_errors=True)
@@ -143,7 +152,9 @@ class Staging:
             for path in sorted(place.glob(f"{glob.escape(self._start)}*")):
                 lives = owner_lives(path.name[len(self._start) - len(PREFIX) :])
                 old = lives is None and time.time() - path.lstat().st_mtime > FOREIGN_LEFTOVER_S
-                if path != self.path and path.is_dir() and (lives is False or old or is_moving(path)):
+                # A note counts here only: beside the folder anybody might have put it.
+                moving = place == self.folder and is_moving(path)
+                if path != self.path and path.is_dir() and (lives is False or old or moving):
                     yield path
 
     def _swap(self, stale: set[str]) -> bool:
@@ -156,7 +167,9 @@ class Staging:
         sync_folder(self.path)
         try:
             old = put_in_place(self.path, self.folder)
-        except PermissionError:  # the folder is another user's and its parent has the sticky bit
+        except OSError as error:
+            if error.errno not in NO_SWAP:
+                raise
             inside = self.folder / self.path.name
             self.path.rename(inside)
             self.path = inside

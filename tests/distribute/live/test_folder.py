@@ -129,6 +129,15 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file", "loop"]
 
 
+def test_a_folder_with_the_name_of_a_file_is_not_destroyed(tmp_path: Path) -> None:
+    fill(tmp_path / "out", {"config.json/mine": b"mine"})
+    staging = stage(tmp_path / "out", NEW)
+    with pytest.raises(TargetError, match="remove it"):
+        staging.commit(NEW)
+    staging.discard()
+    assert read(tmp_path / "out") == {"config.json/mine": b"mine"}
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_second_of_two_exports_at_once_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
@@ -169,6 +178,14 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path: Path,
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 40, "steps that were tried"
+
+
+def test_a_note_of_somebody_else_beside_the_folder_is_not_followed(tmp_path: Path) -> None:
+    fill(tmp_path / "out", OLD)
+    note = json.dumps({"files": ["config.json"], "stale": ["model-00001-of-00003.safetensors"]}).encode()
+    fill(tmp_path / f".out.{new_name()}", {".moving": note, "config.json": b"theirs"})
+    Staging(tmp_path / "out").discard()
+    assert read(tmp_path / "out") == OLD
 
 
 # ---- a disk that fails
