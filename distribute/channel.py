@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from distribute.errors import RankError
 
@@ -82,8 +83,9 @@ class Channel:
         others = len(self.members) - 1
         if others:
             with self._meeting(step, limit_s):
-                limit = timedelta(seconds=limit_s)
-                self._wait(self._gloo.allreduce(tensor, dist.ReduceOp.MAX, timeout=limit), step)
+                options = AllreduceOptions()
+                options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timedelta(seconds=limit_s)
+                self._wait(self._gloo.allreduce([tensor], options), step)
             self.bytes_sent += 2 * others * tensor.nbytes // (others + 1)  # a ring: reduced, then passed round
 
     def transfer(
@@ -109,7 +111,9 @@ class Channel:
         assert self._gloo is not None, "closed"
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in self.members]
-        self._wait(self._gloo.allgather(rows, mine, timeout=timedelta(seconds=limit_s)), step)
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=limit_s)
+        self._wait(self._gloo.allgather([rows], [mine], options), step)
         self.bytes_sent += size * (len(self.members) - 1)
         return [row.numpy().tobytes() for row in rows]
 
