@@ -122,7 +122,8 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
     """Look, compare and plan. Called by all ranks; no weight is copied."""
     qlora = request.is_modelopt_qlora
     with ranks.together("read the model"):
-        state_dict = model.state_dict()
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers: what it remakes on loading
+        state_dict = {key: value for key, value in model.state_dict().items() if key not in ignored}
         state = read_state(state_dict)
     meshes = compare(ranks, state)
     check_replicas(ranks, state, meshes)
