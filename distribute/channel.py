@@ -26,8 +26,7 @@ HEARTBEAT_S = 60.0
 LONGEST_POLL_S = 0.02
 INLINE_BYTES = 1016  # longer records take a second round
 NOTICE_S = 1.0  # how long ranks that live need, at most, to notice that another one dropped its connections
-GRACE_S = 0.1
-TAG = 1
+TAG, PROBE_TAG = 1, 2
 
 
 class Channel:
@@ -160,28 +159,43 @@ class Channel:
         try:
             self._store.set(f"arrived/{self.rank}", str(self._meetings))
             yield
-        except RuntimeError as error:
+        except BaseException as error:
             self._lost = self._find_lost(step, error, limit_s, time.monotonic() - started >= limit_s)
             self._gloo, self.agreed = None, weakref.ref(self._lost)
+            if not isinstance(error, Exception):
+                raise  # an interrupt; the peers must not wait for this rank, which is not in step any more
             raise self._lost from error
 
-    def _find_lost(self, step: str, error: RuntimeError, limit_s: float, late: bool) -> RankError:
-        """Who is missing. The first rank to find out leaves its finding in the store, so that all say the same."""
-        finding = {str(self.rank): "lost its peers: " + " ".join(f"{type(error).__name__}: {error}".split())}
+    def _find_lost(self, step: str, error: BaseException, limit_s: float, late: bool) -> RankError:
+        """Who is missing. One rank finds out and leaves its finding in the store, so that all say the same."""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        finding = {str(self.rank): f"lost its peers: {reason}"}
         assert self._store is not None
         try:
-            if not late:
-                time.sleep(GRACE_S)  # a peer whose limit ended dropped its connections: let it say so first
-            if absent := self._absent():
-                reason = f"did not come to {step!r} within {limit_s:g} s" if late else f"ended before {step!r}"
-                finding = dict.fromkeys(map(str, absent), reason)
-            elif silent := self._silent():
-                reason = f"stopped in {step!r} for {limit_s:g} s" if late else f"ended in {step!r}"
-                finding = dict.fromkeys(map(str, silent), reason)
-            step, finding = json.loads(self._store.compare_set("lost", "", json.dumps([step, finding])))
-        except RuntimeError:  # the store is gone as well: its host ended
-            pass
-        return RankError(step, {int(rank): reason for rank, reason in finding.items()})
+            if not isinstance(error, RuntimeError):  # not what gloo and the store raise: the fault is here
+                return self._announce(step, {str(self.rank): reason})
+            # Before it drops its connections, so that they are not taken for those of a rank that ended.
+            if self._store.compare_set("finder", "", str(self.rank)) == str(self.rank).encode():
+                finding = self._find(step, limit_s, late)
+            else:
+                self._store.set(f"noticed/{self.rank}", "")
+                self._gloo = None
+                self._store.wait(["lost"], timedelta(seconds=2 * NOTICE_S))
+            return self._announce(step, finding)
+        except RuntimeError:  # the store is gone as well, since its host ended, or the finder is
+            return _rank_error(step, finding)
+
+    def _find(self, step: str, limit_s: float, late: bool) -> dict[str, str]:
+        """Rank -> reason, as this rank sees it."""
+        absent = self._absent()
+        found = absent or self._silent() if late else self._ended() or absent or self._silent()
+        came = f"stopped in {step!r} for {limit_s:g} s" if late else f"ended in {step!r}"
+        missed = f"did not come to {step!r} within {limit_s:g} s" if late else f"ended before {step!r}"
+        return {str(rank): missed if rank in absent else came for rank in found}
+
+    def _announce(self, step: str, finding: Mapping[str, str]) -> RankError:
+        assert self._store is not None
+        return _rank_error(*json.loads(self._store.compare_set("lost", "", json.dumps([step, finding]))))
 
     def _absent(self) -> list[int]:
         """Members that have not come to the present meeting."""
@@ -189,6 +203,17 @@ class Channel:
         keys = {rank: f"arrived/{rank}" for rank in self.members}
         known = {rank: int(self._store.get(key)) if self._store.check([key]) else 0 for rank, key in keys.items()}
         return [rank for rank, meetings in known.items() if meetings < self._meetings]
+
+    def _ended(self) -> list[int]:
+        """Members to which the connection is broken; one that is only busy with something else keeps it."""
+        ended = []
+        for rank in self.members if self._gloo is not None else ():
+            try:
+                if rank != self.rank:
+                    self._gloo.send([torch.zeros(1, dtype=torch.uint8)], self._place(rank), PROBE_TAG)
+            except RuntimeError:
+                ended.append(rank)
+        return ended
 
     def _silent(self) -> list[int]:
         """Members that had come, but do not notice that the others drop their connections."""
@@ -202,3 +227,7 @@ class Channel:
                 break
             time.sleep(LONGEST_POLL_S)
         return missing
+
+
+def _rank_error(step: str, finding: Mapping[str, str]) -> RankError:
+    return RankError(step, {int(rank): reason for rank, reason in finding.items()})

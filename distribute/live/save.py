@@ -83,7 +83,8 @@ def distributed_save_hf_checkpoint(
         RankError: a rank failed, or did not come within NOGATHER_WAIT_LIMIT_S (six hours); rank -> reason.
     """
     ranks = Ranks.join()
-    with torch.inference_mode(False), torch.no_grad():
+    # Steps within have names of their own; this one is for what fails between them.
+    with torch.inference_mode(False), torch.no_grad(), ranks.together("export"):
         with ranks.together("read the arguments"):
             request = Request.of(model, export_dir, maxbound, kv_cache_format, max_shard_size, is_modelopt_qlora)
         request.refuse_unlike(ranks)
@@ -188,7 +189,8 @@ def _staged(ranks: Ranks, request: Request, plan: LivePlan) -> Iterator[Any]:
                 staging = Staging(request.folder)
             path, token = ranks.share([str(staging.path), staging.token] if staging else None)
             if staging is None:
-                await_visible(Path(path), token, VISIBLE_LIMIT_S)
+                # Sooner than rank 0 gives this rank up, so that the message tells of the folder.
+                await_visible(Path(path), token, min(VISIBLE_LIMIT_S, ranks.control.limit_s / 2))
             else:
                 _preallocate(staging.path, plan)
         yield staging or _Seen(Path(path))

@@ -30,17 +30,22 @@ COMPUTE_LIMIT_S = 2
 
 
 def run_scenarios(
-    module: str, names: Sequence[str], world: int, folder: Path, prefix: tuple[str, ...] = ()
+    module: str,
+    names: Sequence[str],
+    world: int,
+    folder: Path,
+    prefix: tuple[str, ...] = (),
+    at_once: int = 1,
 ) -> dict[str, list[Any]]:
     """By scenario, what each rank did: {"value"} or {"error"}, with "seconds"; None when it did not live to tell.
 
-    Fails when a process was left, when a file of ours was left in /dev/shm or in the folder for temporary files, or
+    `at_once` scenarios run at a time, for those that mostly wait. Fails when a process was left, when a file of ours was left in /dev/shm or in the folder for temporary files, or
     when a log tells of a resource tracker.
     """
     temporary = folder / "temporary"
     temporary.mkdir()
     left = run_ranks(
-        _run, world, module, names, str(folder), timeout=120, env={"TMPDIR": str(temporary)}, prefix=prefix
+        _run, world, module, names, str(folder), at_once, timeout=120, env={"TMPDIR": str(temporary)}, prefix=prefix
     )
     assert left == [[]] * world, left
     assert "resource_tracker" not in "".join(log.read_text() for log in folder.glob("*.log"))
@@ -54,21 +59,30 @@ def die(sign: str) -> None:
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sign])
 
 
-def _run(module: str, names: list[str], folder: str) -> list[str]:
+def _run(module: str, names: list[str], folder: str, at_once: int) -> list[str]:
     """The parent on one rank; returns what is left after all scenarios."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     functions = import_module(module)
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            _be_rank(functions, name, rank, world, Path(folder))
-        _await_child(child, [_report(Path(folder), name, peer) for peer in range(world) if peer != rank])
-        (Path(folder) / f"{name}.{rank}.over").touch()
-        for peer in range(world):
-            wait_until((Path(folder) / f"{name}.{peer}.over").exists, LIMIT_S, f"the end of {name} on rank {peer}")
+    for first in range(0, len(names), at_once):
+        batch = names[first : first + at_once]
+        children = {name: _fork_rank(functions, name, rank, world, Path(folder)) for name in batch}
+        for name, child in children.items():
+            _await_child(child, [_report(Path(folder), name, peer) for peer in range(world) if peer != rank])
+            (Path(folder) / f"{name}.{rank}.over").touch()
+        for name in batch:
+            for peer in range(world):
+                over = Path(folder) / f"{name}.{peer}.over"
+                wait_until(over.exists, LIMIT_S, f"the end of {name} on rank {peer}")
     job = new_name().split("-")[5]
     files = left_segments() + [path.name for path in Path(folder).rglob("nogather-*")]
     return [file for file in files if f"-{job}-" in file]
+
+
+def _fork_rank(functions: Any, name: str, rank: int, world: int, folder: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        _be_rank(functions, name, rank, world, folder)
+    return child
 
 
 def _await_child(child: int, peers: list[Path]) -> None:
@@ -94,6 +108,9 @@ def _be_rank(functions: Any, name: str, rank: int, world: int, folder: Path) -> 
     started, report = time.monotonic(), {}
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        if store.add(f"{name}/came", 1) == world:
+            store.set(f"{name}/all came", "")
+        store.wait([f"{name}/all came"], timedelta(seconds=LIMIT_S))  # the limit below is short for a busy machine
         limit = timedelta(seconds=COMPUTE_LIMIT_S)
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=limit
