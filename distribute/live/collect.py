@@ -1,27 +1,25 @@
-"""The state of a live model as this rank holds it, and the proof that all ranks hold the same model.
+"""The state of a live model as this rank holds it; names, dtypes, shapes and placements compared with those of others.
 
 Reads references only: nothing is copied, moved or gathered. What cannot be written is refused here, by name,
-before any rank starts to wait for another. Names, dtypes, shapes and placements must agree on all ranks, and so must
-the bytes of every part that several ranks hold.
+before any rank starts to wait for another.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from distribute.errors import UserError
-from distribute.live.layout import Layout, Mesh, layout_of, part_of, replicas, rows_and_width
+from distribute.live.layout import Layout, Mesh, Part, layout_of, part_of
 from distribute.live.redistribute import local_rows
 from distribute.ranks import Ranks
-from distribute.tensors import NAMES, to_bytes
+from distribute.tensors import NAMES
 
 SHOWN = 5  # differences named in one error
 Meshes = tuple[Mesh | None, ...]  # of one tensor, by rank
-BLOCK_BYTES = 16 << 20  # of a replica, digested at a time
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def compare(ranks: Ranks, state: Mapping[str, StateTensor]) -> dict[str, Meshes]
     """
     own_meshes = list(dict.fromkeys(tensor.mesh for tensor in state.values()))
     numbers = {mesh: number for number, mesh in enumerate(own_meshes)}
-    kinds = {name: [*_kind(tensor), numbers[tensor.mesh]] for name, tensor in state.items()}
+    kinds = {name: [*kind_of(tensor), numbers[tensor.mesh]] for name, tensor in state.items()}
     digest = hashlib.sha256(json.dumps(kinds).encode()).hexdigest()
     record = [digest, [mesh and [mesh.ranks, mesh.shape] for mesh in own_meshes]]
     records = ranks.control.exchange("compare the state", record)
@@ -76,28 +74,6 @@ def compare(ranks: Ranks, state: Mapping[str, StateTensor]) -> dict[str, Meshes]
     tables = [[_mesh(plain) for plain in records[rank][1]] for rank in range(ranks.world)]
     by_number = [tuple(table[number] for table in tables) for number in range(len(own_meshes))]
     return {name: by_number[numbers[tensor.mesh]] for name, tensor in state.items()}
-
-
-def check_replicas(ranks: Ranks, state: Mapping[str, StateTensor], meshes: Mapping[str, Meshes]) -> None:
-    """Compare what several ranks hold, by digest; a digest a group of replicas travels. Called by all ranks.
-
-    Raises:
-        UserError: the bytes differ; names ranks and tensors.
-    """
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, tensor in state.items():
-        holders = replicas(tensor.layout, meshes[name]).get(part_of(tensor.layout, tensor.mesh, ranks.rank), ())
-        if len(holders) > 1:
-            groups.setdefault(holders, []).append(name)
-    with ranks.together("read replicas"):
-        digests = {name: _digest(state[name].local) for names in groups.values() for name in names}
-    total = {_key(holders): _join(digests[name] for name in names) for holders, names in groups.items()}
-    totals = ranks.control.exchange("compare replicas", total)
-    differing = _differing(totals)
-    if differing:
-        detail = {key: {name: digests[name] for name in names} for holders, names in groups.items()
-                  if (key := _key(holders)) in differing}  # fmt: skip
-        _raise_replicas(ranks.control.exchange("name replicas", detail))
 
 
 def measure_rows(
@@ -119,29 +95,15 @@ def measure_rows(
     return measured
 
 
-def refuse_unequal_ties(state: Mapping[str, StateTensor], aliases: Mapping[str, str]) -> None:
-    """Check that an alias may be dropped. Each rank for the part it holds.
-
-    Raises:
-        UserError: the two differ, or lie so differently on the ranks that they cannot be compared.
-    """
-    for alias, canonical in aliases.items():
-        one, other = state[alias], state[canonical]
-        if one is other:
-            continue
-        if (_kind(one), one.mesh) != (_kind(other), other.mesh):
-            raise UserError(
-                f"{alias} and {canonical} are tied, but one is {_words(_kind(one))}, the other "
-                f"{_words(_kind(other))}; shard tied parameters alike, or untie them (tie_word_embeddings)"
-            )
-        if one.local.data_ptr() != other.local.data_ptr() and _digest(one.local) != _digest(other.local):
-            raise UserError(f"{alias} and {canonical} are tied, but their values differ; untie or make them equal")
+def part_held(tensor: StateTensor, rank: int) -> Part:
+    """The rows and columns that a rank holds of a tensor whose mesh is its own."""
+    return part_of(tensor.layout, tensor.mesh, rank)
 
 
 def _row_absmax(tensor: StateTensor, span: range, rank: int) -> torch.Tensor:
     """fp32 CPU [rows of the span] of what this rank holds; 0 for rows it does not hold."""
     absmax = torch.zeros(len(span), dtype=torch.float32, device="cpu")
-    part = part_of(tensor.layout, tensor.mesh, rank)
+    part = part_held(tensor, rank)
     if not part.rows:
         return absmax
     for run in part.rows:
@@ -153,12 +115,14 @@ def _row_absmax(tensor: StateTensor, span: range, rank: int) -> torch.Tensor:
     return absmax
 
 
-def _kind(tensor: StateTensor) -> list[Any]:
+def kind_of(tensor: StateTensor) -> list[Any]:
+    """Dtype, shape and placements, as JSON."""
     placements = [list(placement) for placement in tensor.layout.placements]
     return [NAMES[tensor.dtype], list(tensor.shape), placements]
 
 
-def _words(kind: Sequence[Any]) -> str:
+def words_of(kind: Sequence[Any]) -> str:
+    """The same for people."""
     return f"{kind[0]} {kind[1]} placed {kind[2] or 'whole on each rank'}"
 
 
@@ -171,7 +135,7 @@ def _raise_difference(ranks: Ranks, kinds: Mapping[str, list[Any]]) -> None:
     reference = ranks.share(kinds)
     unlike = [
         (f"has no {name}" if name not in kinds else f"has {name}, which rank 0 lacks" if name not in reference
-         else f"has {name} as {_words(kinds[name])}, rank 0 as {_words(reference[name])}")
+         else f"has {name} as {words_of(kinds[name])}, rank 0 as {words_of(reference[name])}")
         for name in sorted({*kinds, *reference}) if kinds.get(name) != reference.get(name)
     ]  # fmt: skip
     found = ranks.control.exchange("name differences", [len(unlike), unlike[:SHOWN]])
@@ -181,43 +145,3 @@ def _raise_difference(ranks: Ranks, kinds: Mapping[str, list[Any]]) -> None:
         if count
     )
     raise UserError(f"the model's state differs between ranks: {text}; every rank must hold the same model")
-
-
-def _digest(local: torch.Tensor) -> str:
-    digest = hashlib.sha256()
-    rows, width = rows_and_width(local.shape)
-    step = max(1, BLOCK_BYTES // max(1, width * local.element_size()))
-    for start in range(0, rows, step):
-        digest.update(to_bytes(local_rows(local, start, min(start + step, rows))))
-    return digest.hexdigest()
-
-
-def _join(digests: Iterable[str]) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def _key(holders: Sequence[int]) -> str:
-    return ",".join(map(str, holders))
-
-
-def _differing(totals: Mapping[int, Mapping[str, str]]) -> set[str]:
-    seen: dict[str, set[str]] = {}
-    for total in totals.values():
-        for key, digest in total.items():
-            seen.setdefault(key, set()).add(digest)
-    return {key for key, digests in seen.items() if len(digests) > 1}
-
-
-def _raise_replicas(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> None:
-    faults: list[str] = []
-    for key in sorted({key for detail in details.values() for key in detail}):
-        holders = [int(rank) for rank in key.split(",")]
-        first = details[holders[0]][key]
-        for rank in holders[1:]:
-            faults += [f"{name} of rank {rank} is not that of rank {holders[0]}"
-                       for name, digest in details[rank][key].items() if digest != first[name]]  # fmt: skip
-    more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-    raise UserError(
-        f"replicas differ between ranks: {'; '.join(faults[:SHOWN])}{more}; "
-        "synchronise the model first (broadcast weights, all-reduce amax values)"
-    )

@@ -26,13 +26,12 @@ from distribute.live.blocks import quantization_blocks, read_kv_format, read_lay
 from distribute.live.collect import (
     Meshes,
     StateTensor,
-    check_replicas,
     compare,
     measure_rows,
     read_state,
-    refuse_unequal_ties,
 )
 from distribute.live.config import config_files, sha256_sums
+from distribute.live.equal import check_replicas, refuse_unequal_ties
 from distribute.live.folder import Staging, await_visible
 from distribute.live.names import hub_module_names, hub_tensors
 from distribute.live.plan import LivePlan, make_live_plan
@@ -131,10 +130,12 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
     with ranks.together("read the quantizers"):
         clean = clean_state(state_dict, request.maxbound, request.kv_cache_format, qlora)
         named = {name: state[key] for name, key in clean.sources.items()}
+        named_meshes = {name: meshes[key] for name, key in clean.sources.items()}
         quantized = read_quantized(model, clean.sources, qlora)
         formats = {name: weight.format for name, weight in quantized.items()}
         aliases = tied_aliases(model, clean.shapes, formats, qlora)
-        refuse_unequal_ties(named, {alias: name for alias, name in aliases.items() if alias in named})
+        ties = {alias: name for alias, name in aliases.items() if alias in named and name in named}
+        refuse_unequal_ties(named, named_meshes, ties, ranks.rank)
     measured = measure_rows(ranks, {name: weight.unmeasured for name, weight in quantized.items()}, named)
     with ranks.together("plan"):
         quantized = {name: weight.measured(measured.get(name, {})) for name, weight in quantized.items()}
@@ -147,7 +148,7 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
             max_shard_bytes=request.max_shard_bytes,
         )
         texts = _small_files(model, request, clean.shapes)
-    return _Content(plan, texts, named, {name: meshes[key] for name, key in clean.sources.items()})
+    return _Content(plan, texts, named, named_meshes)
 
 
 def _small_files(model: torch.nn.Module, request: Request, names: Iterable[str]) -> dict[str, str]:
