@@ -1,4 +1,4 @@
-"""The state of a live model as this rank holds it; names, dtypes, shapes and placements compared with those of others.
+"""The state of a live model as this rank holds it; names, dtypes, shapes and placements compared with other ranks.
 
 Reads references only: nothing is copied, moved or gathered. What cannot be written is refused here, by name,
 before any rank starts to wait for another.

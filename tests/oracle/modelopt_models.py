@@ -17,6 +17,10 @@ from unittest import mock
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.export.unified_export_hf import (
+    _process_quantized_modules,
+    requantize_resmooth_fused_llm_layers,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import make_model
@@ -55,6 +59,15 @@ def export_reference(model: PreTrainedModel, folder: Path) -> Path:
     with _reproducible():
         export_hf_checkpoint(model, export_dir=folder)
     return folder
+
+
+def pack(kind: str, recipe: str) -> PreTrainedModel:
+    """A model whose weights the reference has packed in memory: what its exporter holds before it saves."""
+    model = make_quantized(kind, recipe)
+    with _reproducible():
+        requantize_resmooth_fused_llm_layers(model)
+        _process_quantized_modules(model, model.config.dtype)
+    return model
 
 
 @contextmanager
