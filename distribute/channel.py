@@ -52,13 +52,13 @@ class Channel:
             return
         with self._meeting(step, limit_s):
             assert self._store is not None
-            if self._store.add("connecting", 1) == len(self.members):
-                self._store.set("all here", "")
-            self._await("all here", step, limit_s)
+            self._await_all("here", step, limit_s)
             # Not dist.new_group: all ranks would have to call it, or (use_local_synchronization) the members must
             # have made equally many groups before, since torch takes their number into the name they meet by.
             store, place = dist.PrefixStore("gloo", self._store), self.members.index(self.rank)
             self._gloo = dist.ProcessGroupGloo(store, place, len(self.members), timedelta(seconds=limit_s))
+            # A rank that ended while another still connects to it would not be missed before the limit.
+            self._await_all("connected", step, limit_s)
 
     def close(self) -> None:
         """Drop the connections: peers that wait for this rank learn that it has left."""
@@ -130,15 +130,17 @@ class Channel:
         finally:
             del work  # as in `transfer`
 
-    def _await(self, key: str, step: str, limit_s: float) -> None:
-        """Wait for a key of the store, which is how ranks meet before they are connected."""
+    def _await_all(self, place: str, step: str, limit_s: float) -> None:
+        """Wait until all members have come to a place in the store: so they meet before they are connected."""
         assert self._store is not None
+        if self._store.add(place, 1) == len(self.members):
+            self._store.set(f"all {place}", "")
         started, beat = time.monotonic(), HEARTBEAT_S
         while True:
             waited = time.monotonic() - started
             if waited >= limit_s or self._store.check(["lost"]):
                 raise RuntimeError(f"ranks {self._absent()} have not come")
-            if self._store.check([key]):
+            if self._store.check([f"all {place}"]):
                 return
             if waited >= beat:
                 self._warn(waited, step)

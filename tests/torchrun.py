@@ -31,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LOG_LINES = 60
+#: torch's store asks the DNS for the name of every client, and waits five seconds when that does not answer.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 def run_ranks(
@@ -54,7 +56,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(nproc), "-m", "tests.torchrun", address, json.dumps(args), folder]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | dict(env or {})
+        environment = os.environ | ENVIRONMENT | dict(env or {})
         log = Path(folder, "log")
         with log.open("wb") as file:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)

@@ -8,6 +8,7 @@ the parent of a victim, which ends it once its peers have reported.
     results["kill"][0]      # what function `kill(rank, folder)` of that module returned or raised on rank 0
 """
 
+import gc
 import json
 import logging
 import os
@@ -63,6 +64,7 @@ def _run(module: str, names: list[str], folder: str, at_once: int) -> list[str]:
     """The parent on one rank; returns what is left after all scenarios."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     functions = import_module(module)
+    gc.freeze()  # else the first collection in a fork copies the whole heap
     for first in range(0, len(names), at_once):
         batch = names[first : first + at_once]
         children = {name: _fork_rank(functions, name, rank, world, Path(folder)) for name in batch}
