@@ -76,7 +76,8 @@ def memcpy(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Rank 1 copies its tensors, one by one. torch.empty would hand out memory that the process has used before."""
     copies = []
     if dist.get_rank() == 1:
-        memory = mmap.mmap(-1, sum(tensor.nbytes for tensor in tensors.values()))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would be slower
         fresh = torch.frombuffer(memory, dtype=torch.uint8).split([tensor.nbytes for tensor in tensors.values()])
         copies = [to.copy_(tensor.view(torch.uint8)) for to, tensor in zip(fresh, tensors.values(), strict=True)]
     yield copies
