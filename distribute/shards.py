@@ -89,10 +89,15 @@ def preallocate(path: Path, size: int, header: bytes) -> None:
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        _reserve(fd, path, size)
+        _reserve(fd, size)
         write_range(fd, header, 0)
-    except BaseException:
+    except BaseException as error:
         path.unlink(missing_ok=True)  # give the space back that was claimed before the disk was full
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise WorkspaceError(
+                f"{path.parent} has no room for {path.name} ({size} bytes): {error.strerror}; "
+                "free space or use another folder"
+            ) from None
         raise
     finally:
         os.close(fd)
@@ -147,17 +152,11 @@ def _place(file: str, group: Sequence[Spec]) -> list[TensorEntry]:
     return [TensorEntry(*spec, file, data + begin, data + end) for spec, begin, end in spans]
 
 
-def _reserve(fd: int, path: Path, size: int) -> None:
+def _reserve(fd: int, size: int) -> None:
     """Claim the blocks now, so that a full disk is met before any work; file systems that cannot are left sparse."""
     try:
         os.posix_fallocate(fd, 0, max(size, 1))
-        os.ftruncate(fd, size)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise WorkspaceError(
-                f"{path.parent} has no room for {path.name} ({size} bytes): {error.strerror}; "
-                "free space or use another workspace"
-            ) from None
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(fd, size)
+    os.ftruncate(fd, size)
