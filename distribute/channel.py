@@ -170,7 +170,7 @@ class Channel:
 
     def _find_lost(self, step: str, error: BaseException, limit_s: float, late: bool) -> RankError:
         """Who is missing. One rank finds out and leaves its finding in the store, so that all say the same."""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         finding = {str(self.rank): f"lost its peers: {reason}"}
         assert self._store is not None
         try:
