@@ -106,7 +106,7 @@ def shape_faults(checkpoint: Checkpoint) -> list[str]:
 def find_scheme(block: Mapping[str, Any]) -> tuple[str, Scheme] | None:
     """(dialect, scheme) of a quantization_config, when it is one that this version writes."""
     for dialect, scheme in ((dialect, scheme) for dialect in DIALECTS for scheme in PRESETS.values()):
-        own = DIALECTS[dialect].quantization_config([], [], scheme)
+        own = DIALECTS[dialect].quantization_config(["layer"], [], scheme)
         if all(block.get(key) == own.get(key) for key in ("quant_method", "quant_algo", "format")):
             ours, theirs = (_operands(config) for config in (own, block))
             if not theirs or ours == theirs:
