@@ -215,7 +215,12 @@ class Channel:
                     self._gloo.send([torch.zeros(1, dtype=torch.uint8)], self._place(rank), PROBE_TAG)
             except RuntimeError:
                 ended.append(rank)
-        return ended
+        # Not those that lost a peer themselves: they say so before they drop their connections.
+        return [rank for rank in ended if not self._noticed(rank)]
+
+    def _noticed(self, rank: int) -> bool:
+        assert self._store is not None
+        return bool(self._store.check([f"noticed/{rank}"]))
 
     def _silent(self) -> list[int]:
         """Members that had come, but do not notice that the others drop their connections."""
@@ -223,8 +228,7 @@ class Channel:
         self._store.set(f"noticed/{self.rank}", "")
         self._gloo = None
         deadline = time.monotonic() + NOTICE_S
-        keys = {rank: f"noticed/{rank}" for rank in self.members}
-        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+        while missing := [rank for rank in self.members if not self._noticed(rank)]:
             if time.monotonic() >= deadline or self._store.check(["lost"]):
                 break
             time.sleep(LONGEST_POLL_S)
