@@ -1,8 +1,9 @@
 """Delivery: a value of every rank to the first of them, whole, or the same error on all.
 
-A value lies in a segment of shared memory when both ranks share a host, in a file when there is a workspace folder,
-and travels over the control group where neither works. What is left for the first rank has a name only until it has
-opened it, before this returns. Nothing is written before all ranks have agreed on what is given.
+A large value is read from its rank's memory, others lie in a segment of shared memory, when both ranks share a host;
+in a file when there is a workspace folder; and travel over the control group where none of these works. What is left
+for the first rank has a name only until it has opened it, before this returns. Nothing is written before all ranks
+have agreed on what is given.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from distribute import peer_memory
 from distribute.control import Control
 from distribute.errors import RankError, UserError, WorkspaceError
 from distribute.nested import flatten, unflatten
@@ -74,6 +76,10 @@ class _Delivery:
         _refuse_unlike(self.name, self.ranks, notes)
         sizes = {rank: note["nbytes"] for rank, note in notes.items() if rank != self.first and note["nbytes"]}
         is_near = notes[self.control.rank]["host"] == notes[self.first]["host"]
+        is_large = any(size >= peer_memory.LEAST_BYTES for size in sizes.values())
+        if is_large and self.workspace is None and not any(note["refused"] for note in notes.values()):
+            for rank in self._look(notes, sizes, is_near):
+                del sizes[rank]
         places: dict[int, Any] = {}
         if sizes:
             places = self.control.call(
@@ -100,7 +106,43 @@ class _Delivery:
         has_data = self.layout.has_data
         head = None if has_data or self.control.rank == self.first else self.layout.head.decode("latin-1")
         given = {"ranks": self.ranks, "nfs": self.workspace is not None, "kind": kind, "host": host()}
+        given |= {"process": peer_memory.identify(), "refused": _Refused.by_kernel}
         return given | {"nbytes": self.layout.nbytes if has_data else 0, "head": head}
+
+    def _look(self, notes: dict[int, Any], sizes: dict[int, int], is_near: bool) -> list[int]:
+        """Let the first rank read large values from memory; returns whose it got. Called by all.
+
+        No rank leaves before the reading is over, so what it reads stays where it is.
+        """
+        reader = notes[self.first]["process"]
+        offer = None
+        if is_near and self.control.rank in sizes and peer_memory.Offer.can_be(self.layout, self.tensors):
+            offer = peer_memory.Offer(self.layout, self.tensors)
+        try:
+            offers = self.control.call(f"{self.name}: offer", partial(_make_offer, offer, reader))
+            step = f"{self.name}: look"
+            got = self.control.call(step, partial(self._read_memory, notes, offers, sizes))[self.first]
+        finally:
+            if offer is not None:
+                peer_memory.allow(0)
+        if got["refused"]:
+            _Refused.by_kernel = True
+        return got["ranks"]
+
+    def _read_memory(self, notes: dict[int, Any], offers: dict[int, Any], sizes: dict[int, int]) -> dict[str, Any]:
+        found: list[int] = []
+        for rank, ranges in offers.items() if self.control.rank == self.first else ():
+            process = notes[rank]["process"]
+            if not ranges or not peer_memory.is_neighbour(process):
+                continue
+            try:
+                buffer = peer_memory.read(process["pid"], ranges, sizes[rank])
+            except OSError as error:
+                log.info("memory of rank %d cannot be read (%s); shared memory is used instead", rank, error)
+                return {"ranks": found, "refused": True}
+            self._unpack(rank, *from_buffer(buffer))
+            found.append(rank)
+        return {"ranks": found, "refused": False}
 
     def _write(self, has_data: bool, is_near: bool) -> dict[str, Any] | None:
         """Leave the value where the first rank finds it; None where there is no such place."""
@@ -126,6 +168,8 @@ class _Delivery:
         """Open what the others left, and say whose is still missing."""
         unseen = []
         for rank in self.ranks[1:] if self.control.rank == self.first else ():
+            if rank in self.values:
+                continue  # read from its memory
             if rank not in sizes:
                 self._unpack(rank, *from_buffer(bytearray(notes[rank]["head"].encode("latin-1"))))
             elif self.workspace is not None:
@@ -178,6 +222,19 @@ class _Delivery:
 
     def _unpack(self, rank: int, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
         self.values[rank] = unflatten(json.loads(metadata[TREE]), tensors)
+
+
+class _Refused:
+    """Whether the kernel refused this process to read another's memory, or another to read this one's."""
+
+    by_kernel = False
+
+
+def _make_offer(offer: peer_memory.Offer | None, reader: dict[str, Any]) -> list[peer_memory.Range] | None:
+    if offer is None or not peer_memory.is_neighbour(reader):
+        return None
+    peer_memory.allow(reader["pid"])
+    return offer.ranges
 
 
 def _refuse_unlike(name: str, ranks: list[int], notes: dict[int, dict[str, Any]]) -> None:
