@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distribute import NFSWorkspace, get_configs_parallel, get_tensors_parallel
+from distribute import NFSWorkspace, get_configs_parallel, get_tensors_parallel, peer_memory
 from distribute.control import Control
 from tests.distribute.scenarios import run_scenarios
 from tests.torchrun import run_ranks
@@ -35,12 +35,19 @@ def gather_large(rank, workspace=None):
         return [int(config["large"].unique()) for config in configs]
 
 
+def forbid_reading_memory():
+    """As a container does that forbids process_vm_readv: values then need a place of their own."""
+    peer_memory.LEAST_BYTES = 1 << 60
+
+
 def shm_too_small(rank, folder):
+    forbid_reading_memory()
     with get_tensors_parallel(large(rank), BOTH) as tensors:
         return [int(tensor.unique()) for tensor in tensors]
 
 
 def no_room_for_segments(rank, folder):
+    forbid_reading_memory()
     tempfile.tempdir = str(folder / "full")
     return gather_large(rank)
 
