@@ -87,8 +87,13 @@ def read_quantized(
     names = {key: name for name, key in sources.items()}
     found: dict[str, Quantized] = {}
     for site in sites(model, is_modelopt_qlora):
-        if site.key not in names or site.format is None:
+        if site.format is None:
             continue
+        if site.key not in names:
+            raise UserError(
+                f"{site.key} has an enabled quantizer, but the model's state has no tensor of that name; export the "
+                "model without wrappers that change names (such as activation checkpointing)"
+            )
         if is_packed(site.weight):
             _refuse_without_scale(site, names)
         elif shares_weight(model, site):

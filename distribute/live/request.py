@@ -5,10 +5,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from distribute.errors import UserError
 from distribute.ranks import Ranks
 from distribute.sizes import parse_size
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whose names are those of the checkpoint.
+
+    Raises:
+        UserError: something inside is wrapped in a way that changes names or hides shards.
+    """
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    for name, module in inner.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UserError(
+                f"{name or 'the model'} is wrapped in FullyShardedDataParallel, whose shards have no rows; "
+                "shard with torch.distributed.fsdp.fully_shard"
+            )
+        if hasattr(module, "_orig_mod"):
+            raise UserError(f"{name} is wrapped by torch.compile, which changes names; use {name}.compile()")
+    return inner
 
 
 @dataclass(frozen=True)
@@ -29,6 +51,8 @@ class Request:
             raise UserError(f"export_dir is {export_dir!r}; give the path of a folder")
         if isinstance(size, bool) or not isinstance(size, int | str) or (isinstance(size, int) and size <= 0):
             raise UserError(f"max_shard_size is {size!r}; give a size such as '10GB', or bytes above 0")
+        if isinstance(maxbound, bool) or not isinstance(maxbound, int | float):
+            raise UserError(f"maxbound is {maxbound!r}; give the largest value of a K/V cache, 448 for FP8 and NVFP4")
         limit = size if isinstance(size, int) else parse_size(size)
         return cls(Path(export_dir).absolute(), float(maxbound), kv_cache_format, limit, bool(qlora))
 

@@ -36,7 +36,7 @@ from distribute.live.folder import Staging, await_visible
 from distribute.live.names import hub_module_names, hub_tensors
 from distribute.live.plan import LivePlan, make_live_plan
 from distribute.live.quantizers import read_quantized, share_amax
-from distribute.live.request import Request
+from distribute.live.request import Request, unwrapped
 from distribute.live.state import clean_state
 from distribute.live.ties import tied_aliases
 from distribute.live.write import Writer, write_rows, write_values
@@ -86,6 +86,7 @@ def distributed_save_hf_checkpoint(
     with torch.inference_mode(False), torch.no_grad(), ranks.together("export"):
         with ranks.together("read the arguments"):
             request = Request.of(model, export_dir, maxbound, kv_cache_format, max_shard_size, is_modelopt_qlora)
+            model = unwrapped(model)
         request.refuse_unlike(ranks)
         _export(ranks, model, request)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from transformers import AutoModelForCausalLM
 
 from distribute import distributed_save_hf_checkpoint
 from distribute.errors import NogatherError, UserError
@@ -193,3 +195,35 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a file; name a folder"):
         distributed_save_hf_checkpoint(two_layers(), tmp_path / "out", 448.0, None)
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_compiled_model_is_saved_under_the_names_of_the_model(tmp_path: Path) -> None:
+    distributed_save_hf_checkpoint(torch.compile(make_live("llama")), tmp_path / "compiled", 448.0, None)
+    distributed_save_hf_checkpoint(make_live("llama"), tmp_path / "plain", 448.0, None)
+    for name in ("SHA256SUMS", "config.json"):
+        assert (tmp_path / "compiled" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_a_wrapper_that_changes_names_is_refused(tmp_path: Path) -> None:
+    model = make_live("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    with pytest.raises(ValueError, match=r"model\.layers\.1 is wrapped by torch\.compile"):
+        distributed_save_hf_checkpoint(model, tmp_path / "out", 448.0, None)
+
+
+def test_a_quantizer_whose_weight_is_not_in_the_state_is_refused(tmp_path: Path) -> None:
+    model = make_live("llama")
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.weight_quantizer, layer.input_quantizer = Quantizer(**FP8, amax=1.0), Quantizer(**FP8, amax=1.0)
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    with pytest.raises(ValueError, match="has an enabled quantizer, but the model's state has no tensor"):
+        distributed_save_hf_checkpoint(model, tmp_path / "out", 448.0, None)
+
+
+def test_a_model_is_saved_into_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
+    make_live("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")  # may hold mappings of the file
+    distributed_save_hf_checkpoint(loaded, tmp_path, 448.0, None, "20KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for (name, one), other in zip(make_live("llama").state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
