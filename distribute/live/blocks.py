@@ -147,7 +147,12 @@ def _routers(model: nn.Module) -> Iterator[str]:
 def _packed_layers(
     model: nn.Module, known: Mapping[str, LayerFormat | None]
 ) -> tuple[dict[str, LayerFormat | None], tuple[str, ...]]:
-    """(formats, unknown) of packed weights without quantizers. Experts of a block are one module, as when fused."""
+    """(formats, unknown) of packed weights without quantizers. Experts of a block are one module, as when fused.
+
+    nvidia-modelopt takes the quantizers away from experts that it packs: what looks like a layer that still has its
+    quantizers is in that layer's format.
+    """
+    examples = _packed_examples(model, known)
     formats: dict[str, LayerFormat | None] = {}
     unknown: list[str] = []
     for name, module in model.named_modules():
@@ -156,7 +161,7 @@ def _packed_layers(
             leaf in tensors and is_packed(tensors[leaf]) for leaf in PACKED
         ):
             continue
-        form = _packed_format(tensors)
+        form = _packed_format(tensors) or examples.get(_looks(tensors))
         if form is None:
             unknown.append(name)
             continue
@@ -167,6 +172,25 @@ def _packed_layers(
                 f"{place} is packed in several formats ({format_names({form, formats[place]})}); engines need one"
             )
     return formats, tuple(unknown)
+
+
+def _packed_examples(
+    model: nn.Module, known: Mapping[str, LayerFormat | None]
+) -> dict[tuple[Any, ...], LayerFormat | None]:
+    """How packed layers of each format look; None for a look that several formats have."""
+    examples: dict[tuple[Any, ...], LayerFormat | None] = {}
+    for name, module in model.named_modules():
+        form, tensors = known.get(without_base_layer(name)), dict(own_tensors(module))
+        if form is not None and "weight" in tensors and is_packed(tensors["weight"]):
+            look = _looks(tensors)
+            examples[look] = form if examples.get(look, form) == form else None
+    return examples
+
+
+def _looks(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Dtypes and dimensions of a packed weight and its scales; not of what only some layers have."""
+    leaves = ("weight", "weight_scale", "weight_scale_2")
+    return tuple((leaf, tensors[leaf].dtype, tensors[leaf].dim()) for leaf in leaves if leaf in tensors)
 
 
 def _packed_format(tensors: Mapping[str, Tensor]) -> LayerFormat | None:

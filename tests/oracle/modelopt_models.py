@@ -34,6 +34,14 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "nvfp4_kv": (mtq.NVFP4_DEFAULT_CFG, mtq.FP8_KV_CFG),
     "nvfp4_kv4": (mtq.NVFP4_DEFAULT_CFG, mtq.NVFP4_KV_CFG),
     "w4a16_nvfp4": (mtq.W4A16_NVFP4_CFG, None),
+    # Written by us only when the reference has packed them:
+    "int8_wo": (mtq.INT8_WEIGHT_ONLY_CFG, None),
+    "int8_sq": (mtq.INT8_SMOOTHQUANT_CFG, None),
+    "int4_awq": (mtq.INT4_AWQ_CFG, None),
+    "w4a8_awq": (mtq.W4A8_AWQ_BETA_CFG, None),
+    "mxfp8": (mtq.MXFP8_DEFAULT_CFG, None),
+    "mxfp4": (mtq.MXFP4_DEFAULT_CFG, None),
+    "fp8_pb_wo": (mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, None),
 }
 
 
@@ -61,9 +69,9 @@ def export_reference(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def pack(kind: str, recipe: str) -> PreTrainedModel:
+def pack(kind: str, recipe: str, **config: Any) -> PreTrainedModel:
     """A model whose weights the reference has packed in memory: what its exporter holds before it saves."""
-    model = make_quantized(kind, recipe)
+    model = make_quantized(kind, recipe, **config)
     with _reproducible():
         requantize_resmooth_fused_llm_layers(model)
         _process_quantized_modules(model, model.config.dtype)
