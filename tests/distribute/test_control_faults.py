@@ -40,7 +40,7 @@ def busy_after_a_transfer(rank: int, folder: Path) -> None:
 
 def ahead_of_a_transfer(rank: int, folder: Path) -> None:
     """The same with a rank that stops, and rank 0 waits at the next meeting."""
-    transfer(rank, control(2), "stop", 0)
+    transfer(rank, control(6), "stop", 0)
 
 
 def transfer(rank: int, group: Control, sign: str, seconds: float = 3) -> None:
@@ -82,7 +82,7 @@ def fail() -> None:
 EXPECTED: dict[Callable[..., Any], str] = {
     busy_elsewhere: "results failed on rank 1: ended before 'results'",
     busy_after_a_transfer: "send failed on rank 1: ended in 'send'",
-    ahead_of_a_transfer: "send failed on rank 1: stopped in 'send' for 2 s",
+    ahead_of_a_transfer: "send failed on rank 1: stopped in 'send' for 6 s",
     interrupted: "results failed on rank 1: KeyboardInterrupt",
     fails_in_a_collective: "results failed on rank 1: MemoryError: no memory",
 }
@@ -100,4 +100,4 @@ def test_only_the_rank_that_failed_is_blamed(results: dict[str, list[Any]], name
     survivors = [result for result in results[name] if result is not None]
     assert len(survivors) == (2 if "busy" in name or "ahead" in name else 3)
     assert [result.get("error") for result in survivors] == [f"RankError: {expected}"] * len(survivors)
-    assert max(result["seconds"] for result in survivors) < 12
+    assert max(result["seconds"] for result in survivors) < 30
