@@ -190,7 +190,12 @@ class Channel:
     def _find(self, step: str, limit_s: float, late: bool) -> dict[str, str]:
         """Rank -> reason, as this rank sees it."""
         absent = self._absent()
-        found = absent or self._silent() if late else self._ended() or absent or self._silent()
+        if late:
+            # Who waits in an earlier step for the same rank has not come either, but notices.
+            silent = self._silent()
+            found = [rank for rank in absent if rank in silent] or absent or silent
+        else:
+            found = self._ended() or absent or self._silent()
         came = f"stopped in {step!r} for {limit_s:g} s" if late else f"ended in {step!r}"
         missed = f"did not come to {step!r} within {limit_s:g} s" if late else f"ended before {step!r}"
         return {str(rank): missed if rank in absent else came for rank in found}

@@ -1,5 +1,6 @@
 """Who is blamed when a rank ends, stops or is interrupted while others are elsewhere: that rank, and nobody else."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,8 @@ def fail() -> None:
 EXPECTED: dict[Callable[..., Any], str] = {
     busy_elsewhere: "results failed on rank 1: ended before 'results'",
     busy_after_a_transfer: "send failed on rank 1: ended in 'send'",
-    ahead_of_a_transfer: "send failed on rank 1: stopped in 'send' for 6 s",
+    # Whose limit ends first, finds out.
+    ahead_of_a_transfer: "(send failed on rank 1: stopped in 'send' for|next failed on rank 1: did not come to 'next' within) 6 s",
     interrupted: "results failed on rank 1: KeyboardInterrupt",
     fails_in_a_collective: "results failed on rank 1: MemoryError: no memory",
 }
@@ -99,5 +101,6 @@ def test_only_the_rank_that_failed_is_blamed(results: dict[str, list[Any]], name
     expected = next(text for function, text in EXPECTED.items() if function.__name__ == name)
     survivors = [result for result in results[name] if result is not None]
     assert len(survivors) == (2 if "busy" in name or "ahead" in name else 3)
-    assert [result.get("error") for result in survivors] == [f"RankError: {expected}"] * len(survivors)
+    (error,) = {result.get("error") for result in survivors}
+    assert re.fullmatch(f"RankError: {expected}", str(error))
     assert max(result["seconds"] for result in survivors) < 30
