@@ -1,10 +1,13 @@
 """The proof that what is written once is equal wherever it is held: on several ranks, or under several names.
 
-Replicas are compared by digest, one for all that the same ranks share; tied tensors by their bytes on each rank.
+Replicas are compared by digest, one for all that the same ranks share; tied tensors by their bytes on each rank;
+plans by digest.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -69,6 +72,34 @@ def refuse_unequal_ties(
                 raise UserError(
                     f"{alias} and {canonical} are tied, but their values differ; untie them or make them equal"
                 )
+
+
+def refuse_unlike_plans(ranks: Ranks, dtype: torch.dtype, facts: Mapping[str, Any]) -> None:
+    """Check that all ranks would write the same files: a plan follows from config, ties and quantizers too.
+
+    Args:
+        dtype: the model's.
+        facts: tensor in the checkpoint -> JSON that decides its bytes.
+
+    Raises:
+        UserError: they would not; names ranks and tensors. The same on all ranks.
+    """
+    own = {"dtype of the model": str(dtype), **facts}
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    if len(set(ranks.control.exchange("compare the plan", digest).values())) == 1:
+        return
+    reference = ranks.share(own)
+    unlike = sorted(name for name in {*own, *reference} if own.get(name) != reference.get(name))
+    found = ranks.control.exchange("name differences", [unlike[:SHOWN], len(unlike)])
+    text = "; ".join(
+        f"rank {rank} {', '.join(names)}" + (f" and {count - len(names)} more" if count > len(names) else "")
+        for rank, (names, count) in found.items()
+        if count
+    )
+    raise UserError(
+        f"ranks would not write what rank 0 writes: {text}; give all ranks the same config, tied weights and "
+        "quantizer settings"
+    )
 
 
 def _comparable(one: tuple[Layout, Meshes], other: tuple[Layout, Meshes]) -> bool:

@@ -1,12 +1,14 @@
 """The plan of a live export: which flat rows of the model's state become which bytes of which file. Pure.
 
 A function of names, shapes, formats and scales, which are the same on all ranks, so every rank makes the same plan
-and nothing of it travels. What a rank does of it is decided by the rows it holds.
+and nothing of it travels but a digest. What a rank does of it is decided by the rows it holds.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from distribute.live.names import HubTensor
 from distribute.live.quantizers import Quantized
 from distribute.shards import ShardFile, Spec, plan_files
 from distribute.source import TensorEntry
-from distribute.tensors import NAMES
+from distribute.tensors import NAMES, to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,17 @@ class LivePlan:
     def nbytes(self) -> int:
         """Bytes of all weight files."""
         return sum(file.size for file in self.files)
+
+    def facts(self) -> dict[str, list[Any]]:
+        """By output, all that decides its bytes beside the model's state; JSON. Scales are outputs as well."""
+        facts: dict[str, list[Any]] = {output.name: [output.dtype, list(output.shape)] for output in self.outputs}
+        for name, value in self.values.items():
+            facts[name].append(hashlib.sha256(to_bytes(value)).hexdigest())
+        for source, targets in self.targets.items():
+            for target in targets:
+                form = target.encoding and [target.encoding.format, target.encoding.group_size]
+                facts[target.output.name].append([source, target.start, target.stop, target.row, form])
+        return facts
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The arguments of a live export, checked, and the same on all ranks."""
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distribute.errors import UserError
+from distribute.live.state import KV_CACHE_FORMATS
 from distribute.ranks import Ranks
 from distribute.sizes import parse_size
 
@@ -53,6 +55,13 @@ class Request:
             raise UserError(f"max_shard_size is {size!r}; give a size such as '10GB', or bytes above 0")
         if isinstance(maxbound, bool) or not isinstance(maxbound, int | float):
             raise UserError(f"maxbound is {maxbound!r}; give the largest value of a K/V cache, 448 for FP8 and NVFP4")
+        if not 0 < maxbound < inf:
+            raise UserError(f"maxbound is {maxbound}; give a number above 0, 448 for FP8 and NVFP4")
+        if kv_cache_format is not None and kv_cache_format not in KV_CACHE_FORMATS:
+            raise UserError(
+                f"kv_cache_format is {kv_cache_format!r}; a checkpoint can hold {', '.join(KV_CACHE_FORMATS)}; "
+                "None is for a cache that is not quantized"
+            )
         limit = size if isinstance(size, int) else parse_size(size)
         return cls(Path(export_dir).absolute(), float(maxbound), kv_cache_format, limit, bool(qlora))
 

@@ -31,7 +31,7 @@ from distribute.live.collect import (
     read_state,
 )
 from distribute.live.config import config_files, sha256_sums
-from distribute.live.equal import check_replicas, refuse_unequal_ties
+from distribute.live.equal import check_replicas, refuse_unequal_ties, refuse_unlike_plans
 from distribute.live.folder import Staging, await_visible
 from distribute.live.names import hub_module_names, hub_tensors
 from distribute.live.plan import LivePlan, make_live_plan
@@ -149,6 +149,7 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
             max_shard_bytes=request.max_shard_bytes,
         )
         texts = _small_files(model, request, clean.shapes)
+    refuse_unlike_plans(ranks, dtype, plan.facts())
     return _Content(plan, texts, named, named_meshes)
 
 

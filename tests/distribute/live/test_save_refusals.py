@@ -98,6 +98,40 @@ def cache_of_no_format(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"kv_cache_format": "INT8"}
 
 
+def quantized(**settings: Any) -> nn.Module:
+    model = make_live("llama")
+    layer = model.model.layers[0].self_attn.o_proj
+    layer.weight_quantizer, layer.input_quantizer = Quantizer(**FP8, amax=1.0, **settings), Quantizer(**FP8, amax=1.0)
+    return model
+
+
+def other_quantizer(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    return quantized(is_enabled=rank == 0), {}
+
+
+def other_absmax(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = quantized()
+    inputs = model.model.layers[0].self_attn.o_proj.input_quantizer
+    del inputs._amax
+    inputs._amax = torch.tensor(1.0 + rank)  # not in the state
+    return model, {}
+
+
+def other_config(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = quantized()
+    model.config.dtype = torch.float16 if rank else torch.bfloat16
+    return model, {}
+
+
+def other_tie(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = make_live("llama")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    if rank:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model, {}
+
+
 def complex_numbers(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     model = two_layers()
     model.register_buffer("spectrum", torch.zeros(4, dtype=torch.complex64))
@@ -127,6 +161,10 @@ REFUSED: dict[Callable[[int], tuple[nn.Module, dict[str, Any]]], tuple[str, ...]
     other_arguments: ("max_shard_bytes", "rank 1"),
     no_size: ("'ten' is not a size",),
     cache_of_no_format: ("kv_cache_format", "INT8", "FP8"),
+    other_quantizer: ("rank 1", "model.layers.0.self_attn.o_proj.weight"),
+    other_absmax: ("rank 1 model.layers.0.self_attn.o_proj.input_scale;",),
+    other_config: ("rank 1 dtype of the model;",),
+    other_tie: ("rank 1 lm_head.weight;",),
     complex_numbers: ("spectrum", "complex64"),
     extra_state: ("0._extra_state", "dict"),
 }
@@ -181,6 +219,8 @@ def test_a_refusal_writes_nothing(refused: tuple[list[dict[str, str]], Path]) ->
         ({"max_shard_size": 0}, "max_shard_size is 0"),
         ({"max_shard_size": True}, "max_shard_size is True"),
         ({"max_shard_size": "0GB"}, "not a size"),
+        ({"maxbound": float("inf")}, "maxbound is inf"),
+        ({"kv_cache_format": "INT8"}, "kv_cache_format is 'INT8'; a checkpoint can hold FP8, NVFP4"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
