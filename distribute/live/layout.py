@@ -141,6 +141,12 @@ def row_runs(layout: Layout, mesh: Mesh | None, rank: int) -> tuple[Run, ...] | 
 
 
 @lru_cache(CACHED)
+def lies_in_rows(layout: Layout, meshes: tuple[Mesh | None, ...]) -> bool:
+    """Whether every rank holds whole rows, or nothing. `meshes` is by rank."""
+    return all(row_runs(layout, mesh, rank) is not None for rank, mesh in enumerate(meshes))
+
+
+@lru_cache(CACHED)
 def replicas(layout: Layout, meshes: tuple[Mesh | None, ...]) -> dict[Part, tuple[int, ...]]:
     """The ranks that hold each part, in their order. `meshes` is by rank. Not to be changed: it is remembered."""
     found: dict[Part, list[int]] = {}

@@ -16,7 +16,7 @@ from distribute.control import Control
 from distribute.errors import UserError
 from distribute.live.collect import Meshes, StateTensor
 from distribute.live.encode import FORMATS
-from distribute.live.layout import Ranges, Run, owned_rows, row_runs, rows_and_width
+from distribute.live.layout import Ranges, Run, lies_in_rows, owned_rows, row_runs, rows_and_width
 from distribute.live.plan import LivePlan, Target
 from distribute.live.redistribute import full_rows, local_rows
 from distribute.shards import write_range
@@ -24,9 +24,11 @@ from distribute.source import TensorEntry
 from distribute.tensors import to_bytes
 from distribute.work import PIECE_BYTES
 
+OPEN_FILES = 64  # at once: a checkpoint may have thousands, a process often may not open 1,024
+
 
 class Writer:
-    """Write-only descriptors of the files of a checkpoint, opened on first use, flushed and closed at the end."""
+    """Write-only descriptors of a checkpoint's files: opened on use, flushed and closed at the end at the latest."""
 
     def __init__(self, folder: Path, on_bytes: Callable[[int], None]):
         self._folder = folder
@@ -35,14 +37,29 @@ class Writer:
 
     def write(self, output: TensorEntry, row: int, rows: Tensor) -> None:
         """Write `rows` at flat row `row` of an output; a row of the output has as many bytes as one of `rows`."""
-        if output.file not in self._fds:
-            self._fds[output.file] = os.open(self._folder / output.file, os.O_WRONLY)
         data = to_bytes(rows)
         per_row = len(data) // rows.shape[0] if rows.dim() else len(data)
         begin = output.begin + row * per_row
         assert output.begin <= begin and begin + len(data) <= output.end, (output, row, rows.shape)
-        write_range(self._fds[output.file], data, begin)
+        write_range(self._open(output.file), data, begin)
         self._on_bytes(len(data))
+
+    def _open(self, file: str) -> int:
+        """The descriptor of a file, which is then the last used."""
+        if file not in self._fds:
+            if len(self._fds) == OPEN_FILES:
+                self._close(next(iter(self._fds)), flush=True)
+            self._fds[file] = os.open(self._folder / file, os.O_WRONLY)
+        self._fds[file] = fd = self._fds.pop(file)
+        return fd
+
+    def _close(self, file: str, *, flush: bool) -> None:
+        fd = self._fds.pop(file)
+        try:
+            if flush:
+                os.fsync(fd)  # each host must flush its own writes
+        finally:
+            os.close(fd)
 
     def __enter__(self) -> "Writer":
         return self
@@ -50,12 +67,8 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self._fds.values():
-            try:
-                if error is None:
-                    os.fsync(fd)  # each host must flush its own writes
-            finally:
-                os.close(fd)
+        while self._fds:
+            self._close(next(iter(self._fds)), flush=error is None)
 
 
 def write_rows(
@@ -80,7 +93,7 @@ def write_rows(
         tensor = state[name]
         owned = owned_rows(tensor.layout, meshes[name], turn)
         runs = row_runs(tensor.layout, tensor.mesh, control.rank)
-        if any(row_runs(tensor.layout, mesh, rank) is None for rank, mesh in enumerate(meshes[name])):
+        if not lies_in_rows(tensor.layout, meshes[name]):
             cut.append((tensor, owned))
             continue
         assert runs is not None
