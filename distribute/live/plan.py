@@ -6,7 +6,7 @@ and nothing of it travels but a digest. What a rank does of it is decided by the
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from distribute.live.quantizers import Quantized
 from distribute.shards import ShardFile, Spec, plan_files
 from distribute.source import TensorEntry
 from distribute.tensors import NAMES, to_bytes
+
+RESERVED = "__metadata__"  # safetensors README
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def make_live_plan(
         model_dtype: weights are rounded to it before they are coded.
 
     Raises:
-        UserError: a weight cannot be coded as asked, or two tensors would get one name.
+        UserError: a weight cannot be coded as asked, there is no tensor, or names cannot be stored.
     """
     parts = _Parts()
     for tensor in hub_tensors:
@@ -112,7 +114,7 @@ def make_live_plan(
             _add_quantized(parts, tensor, quantized[source], model_dtype)
         else:
             _add_copy(parts, tensor, dtypes)
-    _refuse_duplicates(parts.specs)
+    _refuse_names(parts.specs)
     files, outputs = plan_files(parts.specs, max_shard_bytes)
     return LivePlan(files, outputs, _place(parts, {output.name: output for output in outputs}), parts.values)
 
@@ -171,9 +173,13 @@ def _place(parts: _Parts, outputs: Mapping[str, TensorEntry]) -> dict[str, list[
     return dict(targets)
 
 
-def _refuse_duplicates(specs: Iterable[Spec]) -> None:
+def _refuse_names(specs: Sequence[Spec]) -> None:
     seen: set[str] = set()
+    if not specs:
+        raise UserError("the model has no tensors, so there is nothing to write; export the model that holds them")
     for name, *_ in specs:
+        if name == RESERVED:
+            raise UserError(f"{name} means something else in a safetensors file; rename it")
         if name in seen:
             raise UserError(f"two tensors of the model would be stored as {name}; rename one of them")
         seen.add(name)

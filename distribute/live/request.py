@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distribute.errors import UserError
 from distribute.live.state import KV_CACHE_FORMATS
@@ -16,14 +16,14 @@ from distribute.sizes import parse_size
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names are those of the checkpoint.
+    """The model inside (Distributed)DataParallel and torch.compile, whose names are those of the checkpoint.
 
     Raises:
         UserError: something inside is wrapped in a way that changes names or hides shards.
     """
     inner: Any = model
-    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    while isinstance(inner, DataParallel | DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
     for name, module in inner.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UserError(

@@ -230,6 +230,20 @@ def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], says: st
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_without_tensors_does_not_take_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("old")
+    with pytest.raises(ValueError, match="nothing to write"):
+        distributed_save_hf_checkpoint(nn.Module(), tmp_path, 448.0, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_tensor_of_a_name_that_the_file_format_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"__metadata__.*rename it"):
+        distributed_save_hf_checkpoint(model, tmp_path / "out", 448.0, None)
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ValueError, match="is a file; name a folder"):
@@ -237,11 +251,14 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_a_compiled_model_is_saved_under_the_names_of_the_model(tmp_path: Path) -> None:
-    distributed_save_hf_checkpoint(torch.compile(make_live("llama")), tmp_path / "compiled", 448.0, None)
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_a_wrapped_model_is_saved_under_the_names_of_the_model(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    distributed_save_hf_checkpoint(wrap(make_live("llama")), tmp_path / "wrapped", 448.0, None)
     distributed_save_hf_checkpoint(make_live("llama"), tmp_path / "plain", 448.0, None)
     for name in ("SHA256SUMS", "config.json"):
-        assert (tmp_path / "compiled" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+        assert (tmp_path / "wrapped" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 def test_a_wrapper_that_changes_names_is_refused(tmp_path: Path) -> None:
