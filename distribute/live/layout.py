@@ -190,13 +190,13 @@ def _sharers(layout: Layout, meshes: tuple[Mesh | None, ...]) -> tuple[tuple[Ran
         found.setdefault(tuple(range(run.start, run.stop) for run in part.rows), []).extend(ranks)
     rows, width = rows_and_width(layout.shape)
     if sum(len(held) for ranges in found for held in ranges) != rows:  # meshes of unlike shapes: parts overlap
+        overlapping, found = found, {}
         taken: Ranges = ()
-        for ranges in list(found):
-            left = _without(ranges, taken)
-            taken = _merge(sorted((*taken, *left), key=lambda held: held.start))
-            found[left] = found.pop(ranges)
+        for ranges, ranks in overlapping.items():
+            if left := _without(ranges, taken):
+                found[left] = ranks
+                taken = _merge(sorted((*taken, *left), key=lambda held: held.start))
         assert not width or sum(map(len, taken)) == rows, "rows that no rank holds"
-        found.pop((), None)
     return tuple((ranges, tuple(sorted(ranks))) for ranges, ranks in found.items())
 
 

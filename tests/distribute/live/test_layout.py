@@ -126,6 +126,13 @@ def test_meshes_that_differ_between_ranks_are_replicas_of_each_other() -> None:
     assert owned_rows(layout, meshes, 0) == ((range(16),), (range(32, 48),), (range(16, 32),), (range(48, 64),))
 
 
+def test_rows_that_meshes_of_unlike_shapes_share_are_owned_once() -> None:
+    pair, alone = Mesh((0, 2), (2,)), Mesh((1,), (1,))  # rank 1 holds all that ranks 0 and 2 hold together
+    layout = Layout((9, 7), (("S", 0, 1),))
+    owned = owned_rows(layout, (pair, alone, pair), 0)
+    assert sorted(row for ranges in owned for held in ranges for row in held) == list(range(9))
+
+
 def test_a_fused_weight_cut_across_its_middle_is_many_whole_rows() -> None:
     mesh, layout = Mesh((0, 1), (2,)), Layout((3, 4, 8), (("S", 1, 1),))
     assert row_runs(layout, mesh, 1) == (Run(2, 4, 0), Run(6, 8, 2), Run(10, 12, 4))
