@@ -79,8 +79,8 @@ def layout_of(name: str, tensor: torch.Tensor) -> tuple[Layout, Mesh | None, tor
     The axes of the mesh come in the order in which they cut the tensor, so that left to right is always right.
 
     Raises:
-        UserError: the tensor is Partial, sparse, on meta, of an unknown kind or placement, or its local part
-            does not have the shape that its placements say. Names it.
+        UserError: the tensor is Partial, sparse, on meta, of an unknown kind or placement, its local part
+            does not have the shape that its placements say, or ranks of its mesh do not ascend. Names it.
     """
     if not isinstance(tensor, DTensor):
         _check_local(name, tensor)
@@ -90,6 +90,7 @@ def layout_of(name: str, tensor: torch.Tensor) -> tuple[Layout, Mesh | None, tor
     placements = [_plain_placement(name, placement, tensor.dim()) for placement in tensor.placements]
     axes, placements = _in_order(tensor, placements)
     ranks = tensor.device_mesh.mesh.permute(axes)
+    _check_order(name, ranks, placements)
     mesh = Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape))
     layout = Layout(tuple(tensor.shape), tuple(placements))
     held = indices(layout, mesh, dist.get_rank())
@@ -192,9 +193,9 @@ def _sharers(layout: Layout, meshes: tuple[Mesh | None, ...]) -> tuple[tuple[Ran
     if sum(len(held) for ranges in found for held in ranges) != rows:  # meshes of unlike shapes: parts overlap
         overlapping, found = found, {}
         taken: Ranges = ()
-        for ranges, ranks in overlapping.items():
+        for ranges, holders in overlapping.items():
             if left := _without(ranges, taken):
-                found[left] = ranks
+                found[left] = holders
                 taken = _merge(sorted((*taken, *left), key=lambda held: held.start))
         assert not width or sum(map(len, taken)) == rows, "rows that no rank holds"
     return tuple((ranges, tuple(sorted(ranks))) for ranges, ranks in found.items())
@@ -207,6 +208,16 @@ def _check_local(name: str, tensor: torch.Tensor) -> None:
         raise UserError(f"{name} has layout {tensor.layout}; only dense tensors can be exported: call to_dense()")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UserError(f"{name} is a {type(tensor).__name__}; plain tensors and DTensors can be exported")
+
+
+def _check_order(name: str, ranks: torch.Tensor, placements: Sequence[tuple]) -> None:
+    """Process groups sort their ranks: where those of a mesh do not ascend, DTensor's methods differ on the order."""
+    for axis, placement in enumerate(placements):
+        if placement[0] == "S" and bool((ranks.diff(dim=axis) < 0).any()):
+            raise UserError(
+                f"{name} is cut along a mesh whose ranks do not ascend ({ranks.flatten().tolist()}), so the order of "
+                "its shards is not certain; make the mesh of ascending ranks"
+            )
 
 
 def _plain_placement(name: str, placement: Placement, dims: int) -> tuple:

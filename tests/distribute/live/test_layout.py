@@ -239,6 +239,17 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         assert owned_rows(layout, (own,) * 3, 0) == ((range(2),), (), (range(2, 4),))
 
 
+def test_shards_on_a_mesh_whose_ranks_do_not_ascend_are_refused() -> None:
+    with pretend(2, 4):
+        replicate_only = DeviceMesh("cpu", [2, 0])
+        layout_of("w", DTensor.from_local(torch.ones(4, 4), replicate_only, [Replicate()], run_check=False))
+        for ranks, placements in ([2, 0], [Shard(0)]), ([[0, 1], [3, 2]], [Replicate(), Shard(0)]):
+            mesh = DeviceMesh("cpu", ranks)
+            tensor = distribute_tensor(torch.ones(4, 4), mesh, placements, src_data_rank=None)
+            with pytest.raises(UserError, match=r"^w is cut along a mesh whose ranks do not ascend"):
+                layout_of("w", tensor)
+
+
 def test_what_cannot_be_exported_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"^model\.w is on the meta device"):
         layout_of("model.w", torch.empty(2, device="meta"))
