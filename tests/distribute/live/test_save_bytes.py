@@ -89,7 +89,7 @@ def saves_odd(folder: str) -> None:
             for key, tensor in odd_tensors().items()
         }
         save(placed, Path(folder, name), "100B")
-    part = DeviceMesh("cpu", [2, 0])  # rank 1 holds nothing; the others in an order of their own
+    part = DeviceMesh("cpu", [0, 2])  # rank 1 holds nothing
     whole = numbers((5, 4), torch.float32)
     tensors = {
         "on_two": DTensor.from_local(
