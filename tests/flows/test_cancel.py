@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def start(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[Start]:
             *options,
         ]
         with (tmp_path / f"run-{len(started)}.log").open("w") as log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+            # A job in the background of a shell ignores SIGINT, and so would what it starts.
+            restore = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+            started.append(subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=restore))
         _wait_for_ranks(started[-1], tmp_path)
         return started[-1]
 

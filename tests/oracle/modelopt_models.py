@@ -34,7 +34,9 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "nvfp4_kv": (mtq.NVFP4_DEFAULT_CFG, mtq.FP8_KV_CFG),
     "nvfp4_kv4": (mtq.NVFP4_DEFAULT_CFG, mtq.NVFP4_KV_CFG),
     "w4a16_nvfp4": (mtq.W4A16_NVFP4_CFG, None),
-    # Written by us only when the reference has packed them:
+}
+#: The same of formats that the live export writes only when the reference has packed them.
+PACKED_RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "int8_wo": (mtq.INT8_WEIGHT_ONLY_CFG, None),
     "int8_sq": (mtq.INT8_SMOOTHQUANT_CFG, None),
     "int4_awq": (mtq.INT4_AWQ_CFG, None),
@@ -51,7 +53,7 @@ def make_quantized(kind: str, recipe: str, folder: Path | None = None, **config:
     `folder` is where its bf16 source is written; without one nothing is left. Each rank needs a folder of its own.
     `config` goes to `make_model`. A model with NVFP4 quantizers does not run forward on CPU.
     """
-    weights, keys_values = RECIPES[recipe]
+    weights, keys_values = (RECIPES | PACKED_RECIPES)[recipe]
     entries = weights["quant_cfg"] + (keys_values["quant_cfg"] if keys_values else [])
     with tempfile.TemporaryDirectory() as temporary, _reproducible():
         # With a process group, transformers would save on rank 0 only.
