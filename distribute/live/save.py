@@ -84,7 +84,7 @@ def distributed_save_hf_checkpoint(
     ranks = Ranks.join()
     # Steps within have names of their own; this one is for what fails between them.
     with torch.inference_mode(False), torch.no_grad(), ranks.together("export"):
-        with ranks.together("read the arguments"):
+        with ranks.together("read the arguments"), _named(ranks):
             request = Request.of(model, export_dir, maxbound, kv_cache_format, max_shard_size, is_modelopt_qlora)
             model = unwrapped(model)
         request.refuse_unlike(ranks)
@@ -122,13 +122,13 @@ def _export(ranks: Ranks, model: torch.nn.Module, request: Request) -> None:
 def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.dtype) -> _Content:
     """Look, compare and plan. Called by all ranks; no weight is copied."""
     qlora = request.is_modelopt_qlora
-    with ranks.together("read the model"):
+    with ranks.together("read the model"), _named(ranks):
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers: what it remakes on loading
         state_dict = {key: value for key, value in model.state_dict().items() if key not in ignored}
         state = read_state(state_dict)
     meshes = compare(ranks, state)
     check_replicas(ranks, state, meshes)
-    with ranks.together("read the quantizers"):
+    with ranks.together("read the quantizers"), _named(ranks):
         clean = clean_state(state_dict, request.maxbound, request.kv_cache_format, qlora)
         named = {name: state[key] for name, key in clean.sources.items()}
         named_meshes = {name: meshes[key] for name, key in clean.sources.items()}
@@ -151,6 +151,17 @@ def _read(ranks: Ranks, model: torch.nn.Module, request: Request, dtype: torch.d
         texts = _small_files(model, request, clean.shapes)
     refuse_unlike_plans(ranks, dtype, plan.facts())
     return _Content(plan, texts, named, named_meshes)
+
+
+@contextmanager
+def _named(ranks: Ranks) -> Iterator[None]:
+    """For work of each rank alone, with no exchange inside: a refusal says which rank it is of."""
+    try:
+        yield
+    except UserError as error:
+        if ranks.world == 1:
+            raise
+        raise type(error)(f"rank {ranks.rank}: {error}") from error
 
 
 def _small_files(model: torch.nn.Module, request: Request, names: Iterable[str]) -> dict[str, str]:
