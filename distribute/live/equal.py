@@ -13,7 +13,7 @@ import torch
 
 from distribute.errors import UserError
 from distribute.live.collect import SHOWN, Meshes, StateTensor, kind_of, part_held, words_of
-from distribute.live.layout import Layout, Part, part_of, replicas, rows_and_width
+from distribute.live.layout import Layout, Part, overlaps, part_of, replicas, rows_and_width
 from distribute.live.redistribute import local_rows
 from distribute.ranks import Ranks
 from distribute.tensors import to_bytes
@@ -25,10 +25,15 @@ def check_replicas(ranks: Ranks, state: Mapping[str, StateTensor], meshes: Mappi
     """Compare what several ranks hold, by digest; a digest a group of replicas travels. Called by all ranks.
 
     Raises:
-        UserError: the bytes differ; names ranks and tensors.
+        UserError: the bytes differ, or lie so that they cannot be compared; names ranks and tensors.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
+        if overlaps(tensor.layout, meshes[name]):
+            raise UserError(
+                f"{name} lies on meshes of unlike shape, so ranks hold unlike parts of the same rows, which cannot "
+                "be compared; place it on meshes of one shape"
+            )
         holders = replicas(tensor.layout, meshes[name]).get(part_of(tensor.layout, tensor.mesh, ranks.rank), ())
         if len(holders) > 1:
             groups.setdefault(holders, []).append(name)

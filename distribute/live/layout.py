@@ -158,6 +158,16 @@ def replicas(layout: Layout, meshes: tuple[Mesh | None, ...]) -> dict[Part, tupl
     return {part: tuple(ranks) for part, ranks in found.items()}
 
 
+@lru_cache(CACHED)
+def overlaps(layout: Layout, meshes: tuple[Mesh | None, ...]) -> bool:
+    """Whether ranks hold parts that share elements and yet are not the same: no digest can compare these."""
+    held = sum(
+        sum(run.stop - run.start for run in part.rows) * sum(map(len, part.columns))
+        for part in replicas(layout, meshes)
+    )
+    return held > prod(layout.shape)
+
+
 def owned_rows(layout: Layout, meshes: tuple[Mesh | None, ...], turn: int) -> tuple[Ranges, ...]:
     """By rank, the flat rows that it writes: a partition of all rows (an empty tensor has none).
 

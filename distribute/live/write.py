@@ -6,6 +6,7 @@ by tensor and block by block.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -67,8 +68,9 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._fds:
-            self._close(next(iter(self._fds)), flush=error is None)
+        with ExitStack() as stack:  # all are closed, also when one cannot be flushed
+            for file in list(self._fds):
+                stack.callback(self._close, file, flush=error is None)
 
 
 def write_rows(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from transformers import AutoModelForCausalLM
 
@@ -56,6 +56,19 @@ def other_placement(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     if rank:
         placed = DTensor.from_local(model[0].weight.detach()[:4], mesh, [Shard(0)], run_check=False)
         model[0].weight = nn.Parameter(placed, requires_grad=False)
+    return model, {}
+
+
+def unlike_meshes(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Rank 0 holds half of a mesh of two, rank 1 the whole of a mesh of its own."""
+    model, pair, alone = two_layers(), init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1])
+    weight = model[0].weight.detach()
+    placed = (
+        DTensor.from_local(weight, alone, [Shard(0)], run_check=False)
+        if rank
+        else DTensor.from_local(weight[:4], pair, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))
+    )
+    model[0].weight = nn.Parameter(placed, requires_grad=False)
     return model, {}
 
 
@@ -155,6 +168,7 @@ REFUSED: dict[Callable[[int], tuple[nn.Module, dict[str, Any]]], tuple[str, ...]
     other_dtype: ("rank 1 has 0.bias as BF16 [8]", "rank 0 as F32 [8]", "0.weight"),
     other_shape: ("rank 1", "0.weight as F32 [9, 8]", "rank 0 as F32 [8, 8]"),
     other_placement: ("rank 1", "0.weight", "whole on each rank"),
+    unlike_meshes: ("0.weight", "meshes of unlike shape"),
     other_values: ("1.bias of rank 1 is not that of rank 0",),
     unequal_tie: ("lm_head.weight", "model.embed_tokens.weight", "values differ"),
     not_a_number: ("model.layers.1.self_attn.q_proj.weight", "NaN"),
