@@ -8,13 +8,20 @@ import torch
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent
+WHOLE = "model.safetensors"
 CASES = ("llama", "qwen2", "qwen3", "mixtral")
 
 
 def read_golden(case: str, file: str) -> Any:
-    """A golden JSON file, or the tensors of a golden safetensors file by name."""
+    """A golden JSON file, or the tensors of a golden safetensors file by name.
+
+    A whole checkpoint is stored without the tensors that it has from its source as they are; here it has them.
+    """
     path = GOLDEN / case / file
-    return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    tensors = load_file(path)
+    return load_file(GOLDEN / case / "source" / path.name) | tensors if path.name == WHOLE else tensors
 
 
 def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -8,11 +8,12 @@ One folder a case:
 
     source/                      the bf16 checkpoint as transformers saves it
     calibration.json             {"input_ids": [[...], ...]}: one batch
-    modelopt-<preset>/           what `export_hf_checkpoint` writes
+    modelopt-<preset>/           what `export_hf_checkpoint` writes; chosen.safetensors: what its search found
     compressed-tensors-<preset>/ tensors.safetensors: the compressor's output for every quantized linear layer;
-                                 quantization_config.json; input_absmax.json: the values given for static inputs
+                                 quantization_config.json; input_absmax.json, kv_absmax.json: the values given
 
-The sources are awkward on purpose: zero rows, negative zeros, outliers, subnormal values.
+The sources are awkward on purpose: zero rows, negative zeros, outliers, subnormal values. Tensors that equal those of
+the source are left out of the files of both references.
 """
 
 # The imports of the references are late, because no one environment needs to have all of them.
@@ -21,15 +22,10 @@ The sources are awkward on purpose: zero rows, negative zeros, outliers, subnorm
 import argparse
 import json
 import random
-import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -40,7 +36,8 @@ from transformers import (
     Qwen3Config,
 )
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.golden import GOLDEN
+
 COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -54,8 +51,14 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODELOPT_PRESETS = {"fp8": "FP8_DEFAULT_CFG", "fp8_dynamic": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}
-CT_PRESETS = {"fp8": "FP8", "fp8_dynamic": "FP8_DYNAMIC"}
+#: Whole groups of 128, blocks of 128 by 128 and a part of one, o_proj wider than v_proj.
+WIDE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "head_dim": 32,
+}
 
 
 def _awkward_rows(model: PreTrainedModel) -> None:
@@ -87,6 +90,18 @@ def _lopsided_experts(model: PreTrainedModel) -> None:
     experts.down_proj[3] *= 4.0
 
 
+def _outlier_channels(model: PreTrainedModel) -> None:
+    """Norms that are no ones, a few channels far from the others: what smoothing is for; and zero rows and groups."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.normal_(mean=1.0, std=0.2)
+            parameter[::29] *= 12.0
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj.weight[3] = 0.0
+    layer.mlp.down_proj.weight[8:10, 128:] = 0.0
+    layer.mlp.up_proj.weight[5, 7] = 40.0
+
+
 def _as_is(model: PreTrainedModel) -> None:
     pass
 
@@ -96,6 +111,7 @@ CASES: dict[str, tuple[PretrainedConfig, Callable[[PreTrainedModel], None]]] = {
     "qwen2": (Qwen2Config(**COMMON, tie_word_embeddings=True), _subnormal_weight),
     "qwen3": (Qwen3Config(**COMMON, tie_word_embeddings=False), _as_is),
     "mixtral": (MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), _lopsided_experts),
+    "wide": (LlamaConfig(**COMMON | WIDE, tie_word_embeddings=True), _outlier_channels),
 }
 
 
@@ -108,19 +124,6 @@ def make_source(case: str, config: PretrainedConfig, change: Callable[[PreTraine
     model.save_pretrained(GOLDEN / case / "source")
     ids = torch.randint(3, config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(7))
     (GOLDEN / case / "calibration.json").write_text(json.dumps({"input_ids": ids.tolist()}) + "\n")
-
-
-def make_modelopt(case: str, preset: str, config_name: str) -> None:
-    """Max calibration on the one batch, then the single-process export."""
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
-
-    model = AutoModelForCausalLM.from_pretrained(GOLDEN / case / "source", dtype="auto").eval()
-    ids = torch.tensor(json.loads((GOLDEN / case / "calibration.json").read_text())["input_ids"])
-    mtq.quantize(model, getattr(mtq, config_name), forward_loop=lambda model: model(ids))
-    folder = _empty(GOLDEN / case / f"modelopt-{preset}")
-    export_hf_checkpoint(model, export_dir=folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)  # transformers' defaults, not the exporter's work
 
 
 def make_exclude_modules() -> None:
@@ -140,78 +143,6 @@ def make_exclude_modules() -> None:
     (GOLDEN / "exclude_modules.json").write_text(json.dumps(splits) + "\n")
 
 
-def make_compressed_tensors(case: str, preset: str, preset_name: str) -> None:
-    """The compressor, module by module; static input scales from given values."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
-
-    scheme = preset_name_to_scheme(preset_name, ["Linear"])
-    scheme.format = "float-quantized"
-    compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    weights = load_file(GOLDEN / case / "source" / "model.safetensors")
-    modules = [
-        name.removesuffix(".weight")
-        for name in sorted(weights)
-        if name.endswith("_proj.weight") or ".experts." in name
-    ]
-    static = scheme.input_activations is not None and not scheme.input_activations.dynamic
-    given = {module: 0.37 * index for index, module in enumerate(modules)} if static else {}
-    out: dict[str, torch.Tensor] = {}
-    for module in modules:
-        state = _with_qparams(weights[f"{module}.weight"], scheme, given.get(module))
-        out |= {f"{module}.{suffix}": tensor for suffix, tensor in compressor.compress(state, scheme).items()}
-    folder = _empty(GOLDEN / case / f"compressed-tensors-{preset}")
-    save_file(out, folder / "tensors.safetensors")
-    config = QuantizationConfig(
-        config_groups={"group_0": QuantizationScheme(**scheme.model_dump())},
-        format="float-quantized",
-        quantization_status="compressed",
-        ignore=_ignored_by_reference(case, scheme),
-    )
-    _write_json(folder / "quantization_config.json", config.model_dump(mode="json"))
-    if given:
-        _write_json(folder / "input_absmax.json", given)
-
-
-def _with_qparams(weight: torch.Tensor, scheme: Any, input_absmax: float | None) -> dict[str, torch.Tensor]:
-    """A module's state before compression: scales and (zero) zero points, as CT's own initialization has them."""
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    dims = {"dim": 1, "keepdim": True} if scheme.weights.strategy == "channel" else {}
-    low, high = torch.amin(weight, **dims), torch.amax(weight, **dims)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    if input_absmax is not None:
-        absmax = torch.tensor(input_absmax, dtype=weight.dtype)
-        scale, zero_point = calculate_qparams(-absmax, absmax, scheme.input_activations)
-        state |= {"input_scale": scale, "input_zero_point": zero_point}
-    return state
-
-
-def _ignored_by_reference(case: str, scheme: Any) -> list[str]:
-    """The names CT lists as ignored when every linear layer but the head carries the scheme."""
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-
-    model = AutoModelForCausalLM.from_pretrained(GOLDEN / case / "source", dtype="auto")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            module.quantization_scheme = scheme
-            module.quantization_status = QuantizationStatus.COMPRESSED
-    found = QuantizationConfig.from_pretrained(model, format="float-quantized")
-    assert found is not None and found.ignore is not None
-    return found.ignore
-
-
-def _empty(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
 def main() -> None:
     """Make one part of the golden files for all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,15 +150,19 @@ def main() -> None:
     part = parser.parse_args().part
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if part == "modelopt":
-        make_exclude_modules()
-    for case, (config, change) in CASES.items():
-        if part == "sources":
-            make_source(case, config, change)
-        for preset, name in (MODELOPT_PRESETS if part == "modelopt" else {}).items():
-            make_modelopt(case, preset, name)
-        for preset, name in (CT_PRESETS if part == "compressed-tensors" else {}).items():
-            make_compressed_tensors(case, preset, name)
+    match part:
+        case "sources":
+            for case, (config, change) in CASES.items():
+                make_source(case, config, change)
+        case "modelopt":
+            from tests.oracle import golden_modelopt
+
+            make_exclude_modules()
+            golden_modelopt.make_all()
+        case _:
+            from tests.oracle import golden_compressed_tensors
+
+            golden_compressed_tensors.make_all()
 
 
 if __name__ == "__main__":
