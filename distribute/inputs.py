@@ -9,7 +9,7 @@ quantizers stand, so the maximum over a block's experts is its shared input amax
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,25 @@ from distribute.modules import Projection
 from distribute.numerics.observers import absmax
 
 
+class Observer(Protocol):
+    """What `watching` tells about inputs."""
+
+    def see(self, names: tuple[str, ...], x: Tensor) -> None:
+        """`x` [..., in] is an input of every layer in `names`."""
+        ...
+
+
 class InputStatistics:
-    """Running absmax and number of rows of inputs, by name.
+    """Running absmax and number of rows of inputs, by name; with `channels`, the absmax of every channel instead.
 
     `see` takes an input with [..., in] elements. Linear layers that share an input are called one after the
     other with the same tensor object; it is then measured once.
     """
 
-    def __init__(self) -> None:
-        self.absmax: dict[str, Tensor] = {}
+    def __init__(self, *, channels: bool = False) -> None:
         self.rows: dict[str, int] = {}
+        self._measured = channels_absmax if channels else absmax
+        self._absmax: dict[str, Tensor] = {}  # 0-dim, or [in]
         self._last: tuple[Tensor, Tensor] | None = None
 
     def see(self, names: tuple[str, ...], x: Tensor) -> None:
@@ -38,29 +47,35 @@ class InputStatistics:
             return
         value = self._measure(x)
         for name in names:
-            known = self.absmax.get(name)
-            self.absmax[name] = value if known is None else torch.maximum(known, value)
+            known = self._absmax.get(name)
+            self._absmax[name] = value if known is None else torch.maximum(known, value)
             self.rows[name] = self.rows.get(name, 0) + x.numel() // x.shape[-1]
 
-    def finish(self) -> dict[str, Tensor]:
-        """All values as fp32 0-dim tensors on the CPU (one transfer), in the order they were first seen."""
+    def finish(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By name, in the order first seen: absmax fp32 0-dim, and [in] with `channels`, else {}; on the CPU."""
         self._last = None
-        if not self.absmax:
-            return {}
-        values = torch.stack(list(self.absmax.values())).cpu()
-        return dict(zip(self.absmax, values.unbind(), strict=True))
+        if not self._absmax:
+            return {}, {}
+        values = torch.stack([value.amax() for value in self._absmax.values()]).cpu()
+        channels = {name: value.cpu() for name, value in self._absmax.items() if value.dim()}
+        return dict(zip(self._absmax, values.unbind(), strict=True)), channels
 
     def _measure(self, x: Tensor) -> Tensor:
         # The reference keeps the tensor alive, so that its identity cannot be taken over by another one.
         if self._last is None or self._last[0] is not x:
-            self._last = (x, absmax(x))
+            self._last = (x, self._measured(x))
         return self._last[1]
 
 
+def channels_absmax(x: Tensor) -> Tensor:
+    """Largest magnitude of every channel of x [..., in]: fp32 [in]; NaN wins."""
+    rows = x.reshape(-1, x.shape[-1])
+    low, high = rows.amin(dim=0), rows.amax(dim=0)
+    return torch.maximum(low.abs(), high.abs()).to(torch.float32)
+
+
 @contextmanager
-def watching(
-    model: nn.Module, projections: Iterable[Projection], statistics: InputStatistics
-) -> Iterator[InputStatistics]:
+def watching(model: nn.Module, projections: Iterable[Projection], statistics: Observer) -> Iterator[None]:
     """While open, every input of these projections goes to `statistics` under the module name on disk."""
     linears: dict[str, list[str]] = defaultdict(list)
     experts: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -76,13 +91,13 @@ def watching(
     slices = {model.get_parameter(parameter): by_index for parameter, by_index in experts.items()}
     try:
         with _ExpertInputs(slices, statistics) if slices else nullcontext():
-            yield statistics
+            yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook(linear: nn.Module, names: tuple[str, ...], statistics: InputStatistics) -> Any:
+def _hook(linear: nn.Module, names: tuple[str, ...], statistics: Observer) -> Any:
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         statistics.see(names, args[0] if args else kwargs["input"])
 
@@ -92,7 +107,7 @@ def _hook(linear: nn.Module, names: tuple[str, ...], statistics: InputStatistics
 class _ExpertInputs(TorchFunctionMode):
     """Sees each F.linear whose weight is a slice of one of the given 3-D parameters."""
 
-    def __init__(self, slices: dict[nn.Parameter, dict[int, list[str]]], statistics: InputStatistics):
+    def __init__(self, slices: dict[nn.Parameter, dict[int, list[str]]], statistics: Observer):
         super().__init__()
         self._statistics = statistics
         self._names = {

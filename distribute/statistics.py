@@ -1,6 +1,7 @@
 """What calibration measured, and its two files: calibration.safetensors and calibration.json.
 
-Keys of the tensors: `weight_absmax.<tensor>` fp32 [rows], `input_absmax.<module>` fp32 0-dim; names as on disk.
+Keys of the tensors, with names as on disk: `weight_absmax.<tensor>` fp32 [rows]; `input_absmax.<module>` fp32 0-dim;
+`channel_absmax.<module>` fp32 [in]; `kv_absmax.<attention module>.k` and `.v` fp32 0-dim.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from distribute.job import read_json, write_json
 
 WEIGHT_ABSMAX = "weight_absmax."
 INPUT_ABSMAX = "input_absmax."
+CHANNEL_ABSMAX = "channel_absmax."
+KV_ABSMAX = "kv_absmax."
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,16 @@ class Statistics:
     weight_absmax: dict[str, torch.Tensor]
     input_absmax: dict[str, torch.Tensor] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
+    channel_absmax: dict[str, torch.Tensor] = field(default_factory=dict)
+    kv_absmax: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write both files. Called by rank 0."""
         tensors = {WEIGHT_ABSMAX + name: value for name, value in self.weight_absmax.items()}
         tensors |= {INPUT_ABSMAX + name: value for name, value in self.input_absmax.items()}
+        tensors |= {CHANNEL_ABSMAX + name: value for name, value in self.channel_absmax.items()}
+        for name, (keys, values) in self.kv_absmax.items():
+            tensors |= {f"{KV_ABSMAX}{name}.k": keys, f"{KV_ABSMAX}{name}.v": values}
         save_file(
             {name: value.contiguous().clone() for name, value in tensors.items()}, folder / "calibration.safetensors"
         )
@@ -37,10 +45,14 @@ class Statistics:
     def read(cls, folder: Path) -> "Statistics":
         """Read what `write` wrote."""
         tensors = load_file(folder / "calibration.safetensors")
+        cached = _with_prefix(tensors, KV_ABSMAX)
+        attentions = [name.removesuffix(".k") for name in cached if name.endswith(".k")]
         return cls(
             _with_prefix(tensors, WEIGHT_ABSMAX),
             _with_prefix(tensors, INPUT_ABSMAX),
             read_json(folder / "calibration.json"),
+            _with_prefix(tensors, CHANNEL_ABSMAX),
+            {name: (cached[f"{name}.k"], cached[f"{name}.v"]) for name in attentions},
         )
 
 
