@@ -55,19 +55,19 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "fp8": Preset("FP8", "float-quantized", DENSE),
+    "fp8": Preset("FP8", "float-quantized", (*DENSE, "zeros")),
     "fp8_dynamic": Preset("FP8_DYNAMIC", "float-quantized", DENSE),
-    "fp8_block": Preset("FP8_BLOCK", "float-quantized", ("wide", "llama")),
-    "int8": Preset("W8A8", "int-quantized", ("llama",)),
+    "fp8_block": Preset("FP8_BLOCK", "float-quantized", ("wide", "llama", "zeros")),
+    "int8": Preset("W8A8", "int-quantized", ("llama", "zeros")),
     "int8_weight_only": Preset("W8A8", "pack-quantized", ("llama",), weight_only=True),
     "int4": Preset("W4A16", "pack-quantized", ("wide",)),
-    "int4-32": Preset("W4A16", "pack-quantized", ("llama",), group_size=32),
+    "int4-32": Preset("W4A16", "pack-quantized", ("llama", "zeros"), group_size=32),
     "int4_asymmetric": Preset("W4A16_ASYM", "pack-quantized", ("wide",)),
-    "int4_asymmetric-32": Preset("W4A16_ASYM", "pack-quantized", ("llama",), group_size=32),
-    "nvfp4": Preset("NVFP4", "nvfp4-pack-quantized", ("llama", "qwen2", "mixtral")),
+    "int4_asymmetric-32": Preset("W4A16_ASYM", "pack-quantized", ("llama", "zeros"), group_size=32),
+    "nvfp4": Preset("NVFP4", "nvfp4-pack-quantized", ("llama", "qwen2", "mixtral", "zeros")),
     "nvfp4_weight_only": Preset("NVFP4A16", "nvfp4-pack-quantized", ("llama",)),
-    "mxfp4": Preset("MXFP4", "mxfp4-pack-quantized", ("llama", "qwen2")),
-    "mxfp8": Preset("MXFP8", "mxfp8-quantized", ("llama", "qwen2")),
+    "mxfp4": Preset("MXFP4", "mxfp4-pack-quantized", ("llama", "qwen2", "zeros")),
+    "mxfp8": Preset("MXFP8", "mxfp8-quantized", ("llama", "qwen2", "zeros")),
     "fp8-kv_fp8": Preset("FP8", "float-quantized", ("qwen3",), kv=True),
 }
 
@@ -97,7 +97,7 @@ def make(case: str, name: str, preset: Preset) -> None:
         state = _with_qparams(weights[f"{module}.weight"], scheme, given.get(module), globals_.get(module))
         out |= {f"{module}.{suffix}": tensor for suffix, tensor in compressor.compress(state, scheme).items()}
     folder = empty(GOLDEN / case / f"compressed-tensors-{name}")
-    kv = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True) if preset.kv else None
+    kv = preset_name_to_scheme("FP8", []).input_activations if preset.kv else None
     if kv:
         kv_absmax = {m: 0.53 * (i + 1) for i, m in enumerate(_attentions(modules))}
         out |= _kv_scales(kv_absmax, kv)

@@ -59,6 +59,14 @@ WIDE = {
     "num_hidden_layers": 1,
     "head_dim": 32,
 }
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def _awkward_rows(model: PreTrainedModel) -> None:
@@ -102,6 +110,13 @@ def _outlier_channels(model: PreTrainedModel) -> None:
     layer.mlp.up_proj.weight[5, 7] = 40.0
 
 
+def _zero_weights(model: PreTrainedModel) -> None:
+    """Weights that are all zero: with inputs, without (the values are zero too), and beside others."""
+    layer = model.model.layers[0]
+    for projection in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+        projection.weight.zero_()
+
+
 def _as_is(model: PreTrainedModel) -> None:
     pass
 
@@ -112,6 +127,7 @@ CASES: dict[str, tuple[PretrainedConfig, Callable[[PreTrainedModel], None]]] = {
     "qwen3": (Qwen3Config(**COMMON, tie_word_embeddings=False), _as_is),
     "mixtral": (MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), _lopsided_experts),
     "wide": (LlamaConfig(**COMMON | WIDE, tie_word_embeddings=True), _outlier_channels),
+    "zeros": (LlamaConfig(**COMMON | SMALL, tie_word_embeddings=True), _zero_weights),
 }
 
 
