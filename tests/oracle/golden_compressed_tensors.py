@@ -145,15 +145,19 @@ def _ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
 
 
 def _shared_globals(weights: dict[str, torch.Tensor], modules: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The global scale of each module: the least among those of the layers that engines fuse with it."""
-    own = {m: generate_gparam(*torch.aminmax(weights[f"{m}.weight"])) for m in modules}
+    """The global scale of each module: that of the largest magnitude in all layers that engines fuse with it.
+
+    llm-compressor takes the least of their own scales. This is the same, but where one of them is (nearly) all zero:
+    the 1.0 that stands for no scale would be the least.
+    """
     leaves = {leaf: group for group in FUSED for leaf in group}
 
-    def siblings(module: str) -> list[str]:
+    def largest(module: str) -> torch.Tensor:
         block, _, leaf = module.rpartition(".")
-        return [f"{block}.{other}" for other in leaves.get(leaf, (leaf,))]
+        fused = [f"{block}.{other}.weight" for other in leaves.get(leaf, (leaf,))]
+        return torch.stack([weights[name].abs().max() for name in fused]).max()
 
-    return {m: torch.stack([own[s] for s in siblings(m)]).amin(0) for m in own}
+    return {module: generate_gparam(-largest(module), largest(module)) for module in modules}
 
 
 def _attentions(modules: Iterable[str]) -> list[str]:

@@ -108,6 +108,8 @@ def _outlier_channels(model: PreTrainedModel) -> None:
     layer.self_attn.q_proj.weight[3] = 0.0
     layer.mlp.down_proj.weight[8:10, 128:] = 0.0
     layer.mlp.up_proj.weight[5, 7] = 40.0
+    for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        projection.weight[0, 0] = 0.5  # the reference gives layers of one block the largest scale among them
 
 
 def _zero_weights(model: PreTrainedModel) -> None:
