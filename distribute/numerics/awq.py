@@ -20,7 +20,7 @@ from torch import Tensor
 from distribute.numerics.codec import Ranges
 from distribute.numerics.moments import Fake, in_row_blocks, output_error
 from distribute.numerics.search import FakeInRanges, best_ranges, first_least, split_groups
-from distribute.numerics.smoothquant import smoothed_weight
+from distribute.numerics.smoothquant import Smoothing, smoothed_weight
 
 ALPHAS: tuple[float | None, ...] = (None, *(step / 10 for step in range(11)))
 LEAST, MOST = 1e-4, 1e4
@@ -30,11 +30,15 @@ RATIOS = tuple(1.0 - step / 20 for step in range(11))
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen alpha (None: no scaling), its s (fp32 [in], multiplies weight columns), every alpha's error."""
+    """The chosen alpha (None: no scaling), its s (fp32 [in]), and the error of every alpha (fp64 [alphas])."""
 
     alpha: float | None
     scale: Tensor
     errors: Tensor
+
+    def smoothing(self, dtype: torch.dtype) -> Smoothing:
+        """How a model of this dtype applies it: inputs times 1 / s, weights times 1 / (1 / s), as the reference."""
+        return Smoothing(1.0 / self.scale, dtype)
 
 
 def relative_magnitudes(weight: Tensor, group: int) -> Tensor:

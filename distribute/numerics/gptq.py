@@ -67,8 +67,10 @@ def prepare(
         dtype: in which the factor is computed.
 
     Raises:
-        ValueError: the moments are not finite, or not square.
+        ValueError: the moments are not finite, or not square; the damping is not within 0 and 1.
     """
+    if not 0 <= damping <= DAMPING_MOST:
+        raise ValueError(f"damping of GPTQ is a fraction between 0 and {DAMPING_MOST:g}, not {damping}")
     width = moments.shape[-1]
     check_moments(moments, width)
     diagonal = moments.diagonal()

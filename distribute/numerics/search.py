@@ -140,7 +140,7 @@ class Histogram:
         below = self.counts.cumsum(0)
         count = _count(int(below[-1]), percent)
         last = int(torch.searchsorted(below, count))
-        return torch.minimum(self.largest, torch.full_like(self.largest, (last + 1) * self._width))
+        return torch.full_like(self.largest, min(float(self.largest), (last + 1) * self._width))
 
     def mse(self, fake: FakeUnder, stride: int = 16, start: int = 128) -> Tensor:
         """fp32 0-dim: the absmax whose coding errs least on the centres of the bins, weighted by their counts.
@@ -175,7 +175,7 @@ def histogram(x: Tensor) -> Histogram:
     largest = absmax(x)
     if not bool(largest.isfinite()):
         raise ValueError("activations that are not finite have no histogram")
-    exponent = max(LEAST, math.frexp(float(largest))[1])
+    exponent = max(LEAST, math.frexp(float(largest))[1]) if largest > 0 else LEAST
     # exact: the product with a power of two, and the cut to a whole number
     bins = x.detach().reshape(-1).to(torch.float32).abs().mul_(math.ldexp(BINS, -exponent)).to(torch.int32)
     return Histogram(torch.bincount(bins, minlength=BINS), exponent, largest)
