@@ -91,9 +91,9 @@ def _modelopt_tensor_scale(row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def _modelopt_channel_scale(row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [out]; the guard works in the weight's dtype."""
-    return _over_e4m3_max(_guarded(row_absmax, dtype))
+def guarded_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """modelopt's scales of many rows or blocks: fp32; the guard works in the weight's dtype."""
+    return _over_e4m3_max(_guarded(absmax, dtype))
 
 
 def _modelopt_input_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,8 +101,8 @@ def _modelopt_input_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
     return _over_e4m3_max(_guarded(absmax.reshape(()), torch.float32))
 
 
-def _ct_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """absmax / 448 in `dtype`; a zero scale becomes the machine epsilon of `dtype`."""
+def epsilon_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """compressed-tensors' scales: absmax / 448 in `dtype`; a zero scale becomes the machine epsilon of `dtype`."""
     scale = _over_e4m3_max(absmax).to(dtype)
     return torch.where(scale == 0, torch.full_like(scale, torch.finfo(dtype).eps), scale)
 
@@ -110,18 +110,18 @@ def _ct_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
 def _ct_tensor_scale(row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """[1] in the weight's dtype; an all-zero weight gets 1.0 instead of epsilon."""
     absmax = row_absmax.max().reshape(1)
-    return torch.ones_like(absmax, dtype=dtype) if absmax == 0 else _ct_scale(absmax, dtype)
+    return torch.ones_like(absmax, dtype=dtype) if absmax == 0 else epsilon_scale(absmax, dtype)
 
 
 def _ct_channel_scale(row_absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """[out, 1] in the weight's dtype; epsilon for a zero row, 1.0 when every row is zero."""
     absmax = row_absmax.reshape(-1, 1)
-    return torch.ones_like(absmax, dtype=dtype) if not absmax.any() else _ct_scale(absmax, dtype)
+    return torch.ones_like(absmax, dtype=dtype) if not absmax.any() else epsilon_scale(absmax, dtype)
 
 
 def _ct_input_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """[1] in the model's dtype."""
-    return _ct_scale(absmax.reshape(1), dtype)
+    return epsilon_scale(absmax.reshape(1), dtype)
 
 
 def _same(dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +137,7 @@ CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         Codec("fp8.modelopt.tensor", False, _modelopt_tensor_scale, _modelopt_input_scale, _same, True),
-        Codec("fp8.modelopt.channel", True, _modelopt_channel_scale, _modelopt_input_scale, _fp32, True),
+        Codec("fp8.modelopt.channel", True, guarded_scale, _modelopt_input_scale, _fp32, True),
         Codec("fp8.compressed-tensors.tensor", False, _ct_tensor_scale, _ct_input_scale, _same, False),
         Codec("fp8.compressed-tensors.channel", True, _ct_channel_scale, _ct_input_scale, _same, False),
     )

@@ -12,13 +12,13 @@ Every scale is finite and > 0. An all-zero weight, for which the reference write
 import torch
 from torch import Tensor
 
-E2M1_MAX = 6.0
+from distribute.numerics import e2m1
+from distribute.numerics.observers import last_absmax
+
 E4M3_MIN, E4M3_MAX = 2.0**-9, 448.0
 GROUP_SIZE = 16
 #: Elements encoded at a time: the fp32 copies of them stay in a core's cache.
 BLOCK = 1 << 18
-#: The value of each code. Code 8, a negative weight that became zero, has no sign here, as in the reference.
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def scale_2(absmax: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def scale_2(absmax: Tensor) -> Tensor:
 def input_scale(absmax: Tensor) -> Tensor:
     """The scale of the inputs of a layer: fp32 0-dim; 1 / 448, as if of 6.0, where they never moved (0 or NaN)."""
     scale = _over_both_maxima(absmax.reshape(()))
-    return torch.where(scale > 0, scale, _over_both_maxima(torch.full_like(scale, E2M1_MAX)))
+    return torch.where(scale > 0, scale, _over_both_maxima(torch.full_like(scale, e2m1.MAX)))
 
 
 def encode(
@@ -64,61 +64,29 @@ def encode(
         scales[part] = _group_scales(groups[part], per_row[part])
         quotient = groups[part].to(dtype).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         quotient.div_(_divisor(scales[part], per_row[part]))
-        codes[part] = _packed(_codes(quotient.flatten(1)))
+        codes[part] = e2m1.pack(e2m1.nearest(quotient.flatten(1)))
     return codes, scales
 
 
 def decode(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
     """fp32 [n, in] values of codes uint8 [n, in / 2], their group scales [n, groups] and scale_2 (0-dim or [n])."""
-    values = torch.tensor(VALUES, device=codes.device)
-    both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    groups = values[both.int()].unflatten(1, (scales.shape[1], -1))
+    groups = e2m1.unpack(codes).unflatten(1, (scales.shape[1], -1))
     return groups.mul_(_divisor(scales, scale_2.reshape(-1, 1))).flatten(1)
 
 
 def _over_both_maxima(absmax: Tensor) -> Tensor:
     # A tensor divisor, not a Python number: CUDA multiplies by the reciprocal of a number, which rounds differently.
     absmax = absmax.to(torch.float32)
-    return absmax / torch.full_like(absmax, E2M1_MAX * E4M3_MAX)
+    return absmax / torch.full_like(absmax, e2m1.MAX * E4M3_MAX)
 
 
 def _group_scales(groups: Tensor, scale_2: Tensor) -> Tensor:
     """float8_e4m3fn [n, groups] of [n, groups, size] and scale_2 [n, 1]. A group of zeros gets 1.0."""
-    scale = _last_absmax(groups).to(torch.float32) / (scale_2 * E2M1_MAX)
+    scale = last_absmax(groups).to(torch.float32) / (scale_2 * e2m1.MAX)
     return scale.masked_fill_(scale == 0, 1.0).clamp_(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def _last_absmax(x: Tensor) -> Tensor:
-    """`x.abs().amax(-1)`, which is twice as slow on so few elements."""
-    x = x.abs()
-    while (size := x.shape[-1]) > 1:
-        half = (size + 1) // 2
-        x = torch.maximum(x[..., :half], x[..., size - half :])
-    return x.squeeze(-1)
 
 
 def _divisor(scales: Tensor, scale_2: Tensor) -> Tensor:
     """fp32 [n, groups, 1]: the rounded group scales times scale_2 [n, 1]."""
     # The product of two tiny scales can vanish, and 0 / 0 has no code.
     return (scales.to(torch.float32) * scale_2).clamp_(min=2.0**-149).unsqueeze(-1)
-
-
-def _codes(quotient: Tensor) -> Tensor:
-    """uint8 codes, one a byte, of fp32 quotients, which are overwritten.
-
-    The code of a magnitude is the least of three roundings: to halves below 2, to ones below 4, to twos above. Each
-    rounds ties to even, and the codes of even multiples are even. -0.0 is not negative: its code is 0.
-    """
-    quotient.clamp_(-E2M1_MAX, E2M1_MAX)
-    sign = quotient.floor().to(torch.int8).bitwise_and_(8)  # floor: -0.1 is negative too. Faster than `< 0`.
-    magnitude = quotient.abs_()
-    code = (magnitude * 2).round_()
-    torch.minimum(code, magnitude.round().add_(2), out=code)
-    torch.minimum(code, magnitude.mul_(0.5).round_().add_(4), out=code)
-    return code.to(torch.int8).add_(sign).view(torch.uint8)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Two codes a byte: [n, width] -> [n, width / 2], the even column low."""
-    pairs = codes.view(torch.int16)  # low byte: even column. One wide operation instead of two strided ones.
-    return (pairs | pairs >> 4).to(torch.uint8)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distribute.numerics.nvfp4 import BLOCK, VALUES, decode, encode, input_scale, scale_2
+from distribute.numerics.e2m1 import VALUES
+from distribute.numerics.nvfp4 import BLOCK, decode, encode, input_scale, scale_2
 from tests.distribute.numerics.exact import E2M1, E4M3, FORMATS, nearest
 
 FP32 = FORMATS[torch.float32]
