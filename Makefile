@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix clean
+.PHONY: help setup demo test engines check fix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '%-14s %s\n' "$$name" "$$text"; done
@@ -21,6 +21,9 @@ demo: $(READY) ## quantize a real small model, end to end, and ask it a question
 
 test: $(READY) ## run all tests
 	$(VENV)/bin/python -m pytest $(TESTS)
+
+engines: $(READY) ## try each preset and dialect in inference engines: docs/engines.md (4 GB, an hour)
+	TORCH_INDEX=$(TORCH_INDEX) $(VENV)/bin/python -m benchmarks.engines $(ENGINES)
 
 check: $(READY) ## ruff, mypy and the rules of structure
 	$(VENV)/bin/ruff check .
