@@ -7,10 +7,13 @@ integrations/mxfp4.py, `convert_moe_packed_tensors`), in fp32 and then rounded t
 import torch
 from torch import Tensor
 
+from distribute.numerics import e2m1
+from distribute.numerics.fp8 import BLOCK, to_fp32
+
 #: Rows and columns of a block in the published FP8 checkpoints.
 SIZE = 128
 #: The value of each e2m1 code, with the sign of zero.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+SIGNED = (*e2m1.VALUES[:8], *(-value for value in e2m1.VALUES[:8]))
 
 
 def fp8_blocks(
@@ -28,7 +31,7 @@ def fp8_blocks(
     while start < n:
         stop = min(n, start + size - (first + start) % size)
         scale = scale_inv[(first + start) // size].to(torch.float32).repeat_interleave(size)[:width]
-        out[start:stop] = codes[start:stop].to(torch.float32).mul_(scale)
+        out[start:stop] = to_fp32(codes[start:stop]).mul_(scale)
         start = stop
     return out
 
@@ -38,7 +41,11 @@ def mxfp4_blocks(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.b
 
     The low half of a byte is the even column. Rows stay rows: gpt-oss holds its experts the other way round.
     """
-    pairs = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)], device=blocks.device)
-    factor = torch.exp2(scales.to(torch.float32) - 127).unsqueeze(-1)
-    values = pairs[blocks.to(torch.int32)].flatten(-2).mul_(factor)
-    return values.to(dtype).flatten(-2)
+    groups = blocks.flatten(0, -2)
+    factor = torch.exp2(scales.to(torch.float32) - 127).reshape(-1, 1)
+    out = torch.empty(groups.shape[0], 2 * groups.shape[1], dtype=dtype, device=blocks.device)
+    step = BLOCK // out.shape[1]
+    for start in range(0, groups.shape[0], step):
+        part = slice(start, start + step)
+        out[part] = e2m1.unpack(groups[part], SIGNED).mul_(factor[part])
+    return out.reshape(*blocks.shape[:-2], -1)

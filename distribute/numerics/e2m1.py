@@ -8,6 +8,8 @@ Values are rounded by two rules: `nearest`, in which a tie goes to the even code
 how nvidia-modelopt writes MXFP4 (quantization/qtensor/mxfp4_tensor.py of 0.47).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,9 @@ def pack(codes: Tensor) -> Tensor:
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """fp32 [n, width] values of packed codes uint8 [n, width / 2]."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-    return torch.tensor(VALUES, device=packed.device)[codes.int()]
+def unpack(packed: Tensor, values: Sequence[float] = VALUES) -> Tensor:
+    """fp32 [..., width] values of packed codes uint8 [..., width / 2]; `values` are those of the 16 codes."""
+    pairs = torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)], device=packed.device)
+    # Both values of a byte are fetched as one number.
+    both = pairs.view(torch.int64).flatten().index_select(0, packed.reshape(-1).int())
+    return both.view(torch.float32).reshape(*packed.shape[:-1], 2 * packed.shape[-1])

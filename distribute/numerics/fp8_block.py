@@ -64,7 +64,7 @@ class Fp8Block:
         """fp32 [n, in] values of rows, the first of which begins a block."""
         codes, scale = stored["weight"], stored["weight_scale"]
         scale = scale.reshape(ceil(codes.shape[0] / SIZE), ceil(width / SIZE)).to(torch.float32)
-        values = codes.to(torch.float32)
+        values = fp8.to_fp32(codes)
         for i, of_blocks in enumerate(scale):
             values[i * SIZE : (i + 1) * SIZE].mul_(_each_column(of_blocks, width))
         return values

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distribute.numerics import e2m1
 from distribute.numerics.codec import Ranges
-from distribute.numerics.fp8 import E4M3, E4M3_MAX
+from distribute.numerics.fp8 import E4M3, E4M3_MAX, to_fp32
 from distribute.numerics.observers import last_absmax
 
 GROUP_SIZE = 32
@@ -151,10 +151,6 @@ def _e2m1_down(quotients: Tensor) -> Tensor:
     return e2m1.pack(e2m1.nearest_down(quotients))
 
 
-def _to_fp32(codes: Tensor) -> Tensor:
-    return codes.to(torch.float32)
-
-
 #: Every codec by the name that the dialects use.
 CODECS: dict[str, MxCodec] = {
     "mxfp4.modelopt.32": MxCodec(
@@ -163,8 +159,8 @@ CODECS: dict[str, MxCodec] = {
     "mxfp4.compressed-tensors.32": MxCodec(
         Element(e2m1.MAX, "weight_packed", torch.uint8, _e2m1, e2m1.unpack), _nearest_power, _in_dtype
     ),
-    "mxfp8.modelopt.32": MxCodec(Element(E4M3_MAX, "weight", E4M3, _e4m3, _to_fp32), _covering, _in_fp32),
+    "mxfp8.modelopt.32": MxCodec(Element(E4M3_MAX, "weight", E4M3, _e4m3, to_fp32), _covering, _in_fp32),
     "mxfp8.compressed-tensors.32": MxCodec(
-        Element(E4M3_MAX, "weight", E4M3, _e4m3_unsigned_zero, _to_fp32), _nearest_power, _in_dtype
+        Element(E4M3_MAX, "weight", E4M3, _e4m3_unsigned_zero, to_fp32), _nearest_power, _in_dtype
     ),
 }

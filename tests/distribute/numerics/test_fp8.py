@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distribute.numerics.fp8 import BLOCK, CODECS, Codec
+from distribute.numerics.fp8 import BLOCK, CODECS, Codec, to_fp32
 from tests.distribute.numerics.exact import E4M3, FORMATS, nearest
 
 DTYPES = list(FORMATS)
@@ -199,3 +199,10 @@ def test_a_gpu_writes_the_bytes_of_a_cpu(codec: Codec, dtype: torch.dtype) -> No
     assert torch.equal(on_gpu.cpu(), scale)
     codes = codec.encode(weight.cuda(), on_gpu).cpu()
     assert torch.equal(codes.view(torch.uint8), codec.encode(weight, scale).view(torch.uint8))
+
+
+def test_the_table_of_codes_has_the_values_of_torchs_own_cast() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).reshape(16, 16)
+    values = to_fp32(codes.T)
+    assert torch.equal(values.view(torch.int32), codes.T.to(torch.float32).view(torch.int32))
+    assert values.isnan().sum() == 2
