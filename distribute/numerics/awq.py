@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distribute.numerics.codec import Ranges
 from distribute.numerics.moments import Fake, in_row_blocks, output_error
-from distribute.numerics.search import FakeInRanges, best_ranges, first_least, split_groups
+from distribute.numerics.search import FakeInRanges, FakeUnder, best_ranges, first_least, split_groups
 from distribute.numerics.smoothquant import Smoothing, smoothed_weight
 
 ALPHAS: tuple[float | None, ...] = (None, *(step / 10 for step in range(11)))
@@ -130,6 +130,17 @@ def clip(
         The ranges, and fp32 [n, groups]: the ratio chosen.
     """
     return best_ranges(rows, group, fake, lambda delta: in_row_blocks(_by_groups, delta, blocks), ratios)
+
+
+def clip_errors(
+    rows: Tensor, whole: Tensor, moments: Tensor, fake: FakeUnder, ratios: Sequence[float] = RATIOS
+) -> Tensor:
+    """fp64 [ratios]: the squared error of the outputs of rows [n, in] coded under each ratio of the whole absmax.
+
+    For formats with one scale a weight. Errors of slices of rows add up; the first least is to be taken.
+    """
+    values = rows.to(torch.float32)
+    return torch.stack([output_error(fake(rows, whole * ratio) - values, moments) for ratio in ratios])
 
 
 def _by_groups(delta: Tensor, blocks: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ do not touch each other. With H damped and U its inverse's upper Cholesky factor
 error e = (w_j - q_j) / U_jj changes every later column k by -e U_jk.
 
 Differences from the paper's code: a feature that never moved (H_jj = 0) keeps its weights, coded to the nearest,
-instead of losing them; a group of scales that begins within a block of columns sees the errors of the block.
+instead of losing them, and does not count for the mean of the diagonal; a group of scales that begins within a block
+of columns sees the errors of the block.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,13 +78,10 @@ def prepare(
     # stable: equal features keep their order on every device
     order = torch.argsort(diagonal, descending=True, stable=True) if by_activity else torch.arange(width)
     order = order.to(moments.device)
-    dead = diagonal[order] == 0
-    unit = float(diagonal.double().sum()) / max(1, int((~dead).sum()))
+    unit = float(diagonal.double().sum()) / max(1, int((diagonal > 0).sum()))
     if unit == 0:
         return Factor(torch.eye(width, device=moments.device), order, 1.0, damping)
     scaled = moments[order][:, order].to(dtype) / unit
-    scaled = scaled.masked_fill_(dead[:, None] | dead, 0.0)
-    scaled.diagonal().masked_fill_(dead, 1.0)
     while damping <= DAMPING_MOST:
         upper = _inverse_factor(scaled, damping)
         if upper is not None:

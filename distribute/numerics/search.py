@@ -26,7 +26,7 @@ LEAST = -100
 
 #: Codes and decodes rows [n, in] under ranges: fp32 [n, in].
 FakeInRanges = Callable[[Tensor, Ranges], Tensor]
-#: Codes and decodes values under an absmax; both fp32, of shapes that broadcast.
+#: Codes and decodes float values of any shape under an absmax fp32 0-dim: fp32.
 FakeUnder = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -97,7 +97,7 @@ def absmax_costs(rows: Tensor, whole: Tensor, fake: FakeUnder, multipliers: Sequ
     Costs of slices of rows add up; the best absmax is `whole` times the multiplier of the first least cost.
     """
     values = rows.to(torch.float32)
-    costs = [(fake(values, whole * m) - values).square_().sum(dtype=torch.float64) for m in multipliers]
+    costs = [(fake(rows, whole * m) - values).square_().sum(dtype=torch.float64) for m in multipliers]
     return torch.stack(costs)
 
 
@@ -182,15 +182,15 @@ def histogram(x: Tensor) -> Histogram:
 
 
 def fake_e4m3(values: Tensor, largest: Tensor) -> Tensor:
-    """fp32 values coded as e4m3 under an absmax and decoded again."""
+    """fp32: float values coded as e4m3 under an absmax and decoded again."""
     scale = (largest / 448.0).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (values / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32) * scale
+    return (values.to(torch.float32) / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
 def fake_int8(values: Tensor, largest: Tensor) -> Tensor:
-    """fp32 values coded as symmetric int8 under an absmax and decoded again."""
+    """fp32: float values coded as symmetric int8 under an absmax and decoded again."""
     scale = (largest / 127.0).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (values / scale).round_().clamp_(-128, 127) * scale
+    return (values.to(torch.float32) / scale).round_().clamp_(-128, 127) * scale
 
 
 def _count(total: int, percent: float) -> int:

@@ -5,10 +5,19 @@ import itertools
 import pytest
 import torch
 
-from distribute.numerics.awq import ALPHAS, RATIOS, clip, relative_magnitudes, scale_error, search_scale, weight_scale
+from distribute.numerics.awq import (
+    ALPHAS,
+    RATIOS,
+    clip,
+    clip_errors,
+    relative_magnitudes,
+    scale_error,
+    search_scale,
+    weight_scale,
+)
 from distribute.numerics.codec import Ranges
 from distribute.numerics.moments import ROWS, diagonal_blocks, output_error, second_moments
-from distribute.numerics.search import group_ranges
+from distribute.numerics.search import fake_int8, first_least, group_ranges
 from distribute.numerics.smoothquant import smoothed_weight
 from tests.distribute.numerics.grids import fake, fake_in_ranges, inputs, weights
 
@@ -129,3 +138,15 @@ def test_groups_without_inputs_or_weights_are_not_clipped() -> None:
     rows[2], x[:, :32] = 0, 0
     _, ratio = clip(rows, diagonal_blocks(second_moments(x), 32), fake_in_ranges, group=32)
     assert torch.all(ratio[:, 0] == 1) and torch.all(ratio[2] == 1)
+
+
+def test_a_whole_weight_is_clipped_where_its_outputs_err_least() -> None:
+    rows, x = weights(70, 64, seed=8, dtype=torch.bfloat16), inputs(300, 64)
+    rows[3, 5], x[:, 5] = 40.0, 0.0  # an outlier that no input reaches
+    whole, moments = rows.abs().amax().float(), second_moments(x)
+    errors = clip_errors(rows, whole, moments, fake_int8)
+    expected = [((fake_int8(rows, whole * ratio) - rows.float()) @ x.T).square().sum().item() for ratio in RATIOS]
+    assert errors.tolist() == pytest.approx(expected, rel=1e-3)
+    assert RATIOS[first_least(errors)] == 0.5
+    parts = clip_errors(rows[:9], whole, moments, fake_int8) + clip_errors(rows[9:], whole, moments, fake_int8)
+    torch.testing.assert_close(parts, errors)

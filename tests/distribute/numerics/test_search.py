@@ -134,6 +134,12 @@ def test_a_histogram_does_not_depend_on_how_values_were_dealt_out(a: list, b: li
     assert int(whole.counts.sum()) == len(a) + len(b) + len(c)
 
 
+def test_zeros_do_not_widen_the_bins_of_small_values() -> None:
+    small = torch.tensor([1e-6, 3e-6])
+    assert same(histogram(torch.zeros(3)).merge(histogram(small)), histogram(torch.cat((torch.zeros(3), small))))
+    assert histogram(torch.zeros(3)).merge(histogram(small)).exponent < -17
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=1, max_size=40), st.floats(0.01, 100))
 def test_a_percentile_leaves_at_most_the_rest_above_to_one_bin(values: list[float], percent: float) -> None:
@@ -177,6 +183,12 @@ def test_squared_error_of_activations_is_close_to_that_of_the_values_themselves(
     assert (fake(x, found) - x).square().sum().item() <= 1.02 * min(costs)
     if fake is fake_int8:
         assert found < 25
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_squared_error_never_widens_a_range(seed: int) -> None:
+    x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+    assert histogram(x).mse(fake_e4m3, stride=1) <= x.abs().max()
 
 
 def test_an_even_spread_keeps_its_largest_magnitude() -> None:

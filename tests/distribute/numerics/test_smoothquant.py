@@ -46,6 +46,7 @@ def test_outputs_stay_the_same_but_for_rounding(dtype: torch.dtype) -> None:
     applied = smoothing(x.abs().amax(0), [column_absmax(weight)], 0.5)
     assert applied.pre_quant_scale.dtype == dtype
     assert applied.smooth.dtype == torch.float32
+    assert torch.equal(applied.smooth, 1.0 / input_scale(x.abs().amax(0), column_absmax(weight), 0.5))
     smoothed = smoothed_weight(weight, applied.smooth)
     assert smoothed.dtype == dtype
     before = x.double() @ weight.double().T
