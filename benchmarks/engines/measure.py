@@ -81,7 +81,7 @@ def digest_of(engine: Engine, checkpoint: Path, request: dict[str, Any]) -> str:
 def _sources(engine: Engine) -> Iterator[Path]:
     yield engine.path
     if "NOGATHER_EMULATE" in engine.variables:
-        yield READERS / "emulate.py"
+        yield from (READERS / "emulate.py", READERS / "arithmetic.py")
 
 
 def try_engine(

@@ -119,7 +119,8 @@ def test_the_digest_follows_weights_config_version_request_and_reader(
     readers.mkdir()
     monkeypatch.setattr(measure, "READERS", readers)
     monkeypatch.setattr(Engine, "path", property(lambda self: readers / "vllm_cpu.py"))
-    files = [readers / "vllm_cpu.py", readers / "emulate.py", tmp_path / "a.safetensors", tmp_path / "config.json"]
+    files = [readers / name for name in ("vllm_cpu.py", "emulate.py", "arithmetic.py")]
+    files += [tmp_path / "a.safetensors", tmp_path / "config.json"]
     for path in files:
         path.write_text("1")
     (tmp_path / "receipt.json").write_text("1")
