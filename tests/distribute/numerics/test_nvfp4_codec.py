@@ -119,3 +119,14 @@ def test_input_scales_carry_the_name_and_the_direction_of_their_dialect() -> Non
 def test_rows_that_are_not_whole_groups_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="groups of 16 input features, but a row has 40"):
         CODEC.encode(torch.zeros(2, 40), {"weight_global_scale": torch.ones(1)})
+
+
+def test_a_sixth_of_the_largest_magnitude_is_rounded_to_the_models_dtype() -> None:
+    """Every mantissa of bf16 under several global scales: some group scales turn on that rounding."""
+    rows = (1 + torch.arange(128) / 128)[:, None] * torch.tensor([1.0] + [0.0] * 15)
+    scales = {dtype: [] for dtype in (torch.bfloat16, torch.float32)}
+    for whole in torch.linspace(1000, 1300, 8).split(1):
+        for dtype, found in scales.items():
+            assert_as_slow(rows.to(dtype), whole)
+            found += CODEC.encode(rows.to(dtype), {"weight_global_scale": whole})["weight_scale"].flatten().tolist()
+    assert scales[torch.bfloat16] != scales[torch.float32]
