@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distribute.layers import FUSED_LEAVES, KV_LEAVES, expert_of, natural_key
+from distribute.scheme import Dialect, Scheme
 
 #: Norms by what reads them. Of several that a layer has, the first is the one right before.
 ATTENTION_NORMS = ("input_layernorm", "attention_norm", "ln_1")
@@ -25,11 +26,14 @@ DOWN_LEAVES = ("down_proj", "w2")
 #: Consumer: (producer, what must stand beside). Each channel of the consumer's input is one of the producer's output
 #: times something; without a gate there is an activation between the two.
 LINEAR_PAIRS = {"o_proj": ("v_proj", "q_proj"), "down_proj": ("up_proj", "gate_proj"), "w2": ("w3", "w1")}
+VALUE_LEAF = "v_proj"
 #: Norms inside an attention that do not lie between values and output.
 INNER_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm")
 _LAYER = re.compile(r"^(?P<layer>.*?\.\d+)\.")
 
 Kind = Literal["norm", "linear", "kept"]
+#: Dialects whose checkpoints can hold a vector that multiplies a layer's inputs.
+KEEPING: tuple[Dialect, ...] = ("modelopt",)
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,41 @@ class Fold:
     absorbing: tuple[str, ...] = ()
 
 
+def plan_folds(
+    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], dialect: Dialect, *, kv_cache: bool = False
+) -> list[Fold]:
+    """The folds of all modules that are smoothed, as a dialect has them; of those "kept", see `KEEPING`.
+
+    The modelopt dialect follows nvidia-modelopt 0.47 (export/unified_export_hf.py): AWQ goes into norms, that of
+    NVFP4 also into linear layers; SmoothQuant stays; the experts of a block share a vector. Values that a K/V cache
+    has scales for are left alone.
+    """
+    found: list[Fold] = []
+    policies: dict[tuple[bool, bool], list[str]] = defaultdict(list)
+    for module, scheme in schemes.items():
+        if scheme.smooths:
+            keeps = dialect in KEEPING
+            norms = not keeps or scheme.algorithm.name == "awq"
+            policies[norms, not keeps or (norms and scheme.weights.format == "nvfp4")].append(module)
+    for (norms, linears), modules in policies.items():
+        found += folds(
+            modules,
+            shapes,
+            into_norms=norms,
+            into_linears=linears,
+            into_values=not kv_cache,
+            experts_together=dialect in KEEPING,
+        )
+    return found
+
+
 def folds(
     modules: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     *,
     into_norms: bool = True,
     into_linears: bool = True,
+    into_values: bool = True,
     experts_together: bool = False,
 ) -> list[Fold]:
     """The folds of `modules` (linear layers that are to be smoothed), each in exactly one, in natural order.
@@ -60,18 +93,31 @@ def folds(
         shapes: of every tensor on disk, by name.
         into_norms: norms may take up a smoothing.
         into_linears: rows of linear layers that are in `modules` may.
+        into_values: the layers that make values are among these.
         experts_together: the experts of a block that keep a vector share it, as engines read one for all.
     """
     structure = _Structure(frozenset(modules), shapes)
     found: list[Fold] = []
-    for group in _input_groups(modules):
+    for group in input_groups(modules):
         norm = structure.norm_of(group) if into_norms else ""
         linear = structure.linear_before(group) if into_linears and not norm else ""
+        if linear.endswith(VALUE_LEAF) and not into_values:
+            linear = ""
         tensors = [f"{norm}.weight", f"{norm}.bias"] if norm else [f"{linear}.bias"] if linear else []
         absorbing = tuple(name for name in tensors if name in shapes)
         kind: Kind = "norm" if norm else "linear" if linear else "kept"
         found.append(Fold(group, kind, norm or linear, absorbing))
     return _joined(found) if experts_together else found
+
+
+def input_groups(modules: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Modules that read one input: those of one parent that runtimes fuse; every other one alone."""
+    members: dict[tuple[str, object], list[str]] = defaultdict(list)
+    for module in sorted(modules, key=natural_key):
+        parent, _, leaf = module.rpartition(".")
+        family = next((leaves for leaves in FUSED_LEAVES if leaf in leaves), leaf)
+        members[parent, family].append(module)
+    return map(tuple, members.values())
 
 
 def layer_of(name: str) -> str:
@@ -132,16 +178,6 @@ class _Structure:
 
     def _is_norm(self, parent: str, child: str) -> bool:
         return len(self._shapes.get(f"{parent}.{child}.weight", (0, 0))) == 1
-
-
-def _input_groups(modules: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Modules that read one input: those of one parent that runtimes fuse; every other one alone."""
-    members: dict[tuple[str, object], list[str]] = defaultdict(list)
-    for module in sorted(modules, key=natural_key):
-        parent, _, leaf = module.rpartition(".")
-        family = next((leaves for leaves in FUSED_LEAVES if leaf in leaves), leaf)
-        members[parent, family].append(module)
-    return map(tuple, members.values())
 
 
 def _joined(found: Iterable[Fold]) -> list[Fold]:

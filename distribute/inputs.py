@@ -9,6 +9,7 @@ quantizers stand, so the maximum over a block's experts is its shared input amax
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,10 @@ class Observer(Protocol):
 
     def see(self, names: tuple[str, ...], x: Tensor) -> None:
         """`x` [..., in] is an input of every layer in `names`."""
+        ...
+
+    def count(self, names: tuple[str, ...], rows: int) -> None:
+        """So many rows were given to every layer in `names`."""
         ...
 
 
@@ -49,7 +54,11 @@ class InputStatistics:
         for name in names:
             known = self._absmax.get(name)
             self._absmax[name] = value if known is None else torch.maximum(known, value)
-            self.rows[name] = self.rows.get(name, 0) + x.numel() // x.shape[-1]
+
+    def count(self, names: tuple[str, ...], rows: int) -> None:
+        """So many rows were given to every layer in `names`."""
+        for name in names:
+            self.rows[name] = self.rows.get(name, 0) + rows
 
     def finish(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By name, in the order first seen: absmax fp32 0-dim, and [in] with `channels`, else {}; on the CPU."""
@@ -75,8 +84,14 @@ def channels_absmax(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def watching(model: nn.Module, projections: Iterable[Projection], statistics: Observer) -> Iterator[None]:
-    """While open, every input of these projections goes to `statistics` under the module name on disk."""
+def watching(
+    model: nn.Module, projections: Iterable[Projection], statistics: Observer, *, all_experts: bool = False
+) -> Iterator[None]:
+    """While open, every input of these projections goes to `statistics` under the module name on disk.
+
+    `all_experts`: every expert of a block is seen with every token that the block gets, but counts those that are
+    routed to it; what the block returns stays that of the router.
+    """
     linears: dict[str, list[str]] = defaultdict(list)
     experts: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for projection in projections:
@@ -89,8 +104,13 @@ def watching(model: nn.Module, projections: Iterable[Projection], statistics: Ob
         for parameter, names in linears.items()
     ]
     slices = {model.get_parameter(parameter): by_index for parameter, by_index in experts.items()}
+    mode = _ExpertInputs(slices, statistics)
+    if all_experts:
+        blocks = {model.get_submodule(p.rpartition(".")[0]): len(model.get_parameter(p)) for p in experts}
+        handles += [b.register_forward_pre_hook(partial(mode.before, count)) for b, count in blocks.items()]
+        mode.sees = False
     try:
-        with _ExpertInputs(slices, statistics) if slices else nullcontext():
+        with mode if slices else nullcontext():
             yield
     finally:
         for handle in handles:
@@ -99,7 +119,9 @@ def watching(model: nn.Module, projections: Iterable[Projection], statistics: Ob
 
 def _hook(linear: nn.Module, names: tuple[str, ...], statistics: Observer) -> Any:
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        statistics.see(names, args[0] if args else kwargs["input"])
+        x = args[0] if args else kwargs["input"]
+        statistics.see(names, x)
+        statistics.count(names, x.numel() // x.shape[-1])
 
     return linear.register_forward_pre_hook(see, with_kwargs=True)
 
@@ -109,6 +131,7 @@ class _ExpertInputs(TorchFunctionMode):
 
     def __init__(self, slices: dict[nn.Parameter, dict[int, list[str]]], statistics: Observer):
         super().__init__()
+        self.sees, self.counts = True, True
         self._statistics = statistics
         self._names = {
             _address(parameter): (
@@ -129,7 +152,23 @@ class _ExpertInputs(TorchFunctionMode):
         if found is not None and weight.dim() == 2:
             offset, stride, names = found
             index = (weight.storage_offset() - offset) // stride
-            self._statistics.see(names.get(index, ()), x)
+            if self.sees:
+                self._statistics.see(names.get(index, ()), x)
+            if self.counts:
+                self._statistics.count(names.get(index, ()), x.numel() // x.shape[-1])
+
+    def before(self, count: int, block: nn.Module, args: tuple[Any, ...]) -> None:
+        """Run a block of `count` experts with all its tokens given to all of them, and look at what they get.
+
+        transformers' interface: a block gets tokens [n, hidden], the experts chosen [n, k] and their weights [n, k].
+        """
+        hidden, chosen, weights = args[:3]
+        everyone = torch.arange(count, device=chosen.device).expand(len(hidden), -1)
+        self.sees, self.counts = True, False
+        try:
+            block.forward(hidden, everyone, weights.new_zeros(everyone.shape))
+        finally:
+            self.sees, self.counts = False, True
 
 
 def _address(tensor: Tensor) -> int:

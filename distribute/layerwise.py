@@ -5,9 +5,11 @@ the arguments that each layer gets; then each layer is loaded, run for all batch
 those of a plain forward, bit for bit. The output head never runs. Knows no ranks; the caller deals out batches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,55 @@ from distribute.source import Checkpoint
 
 #: Called with the projections of the part that runs next; the batches run inside the context it returns.
 Around = Callable[[nn.Module, list[Projection]], AbstractContextManager[Any]]
+
+
+class States(Protocol):
+    """Hidden states [n, len, hidden] by batch: a list, or something that keeps them elsewhere."""
+
+    def __getitem__(self, index: int) -> Tensor: ...
+    def __setitem__(self, index: int, tensor: Tensor) -> None: ...
+    def append(self, tensor: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs at once, with its weights loaded: a decoder layer, or the model as a whole."""
+
+    path: str  # in memory; "" for the whole
+    model: nn.Module
+    projections: list[Projection]
+    _batches: Sequence[Tensor]
+    _states: States
+    _forward: Callable[[int, Tensor], Tensor]
+    _load: Callable[[Mapping[str, Tensor]], None]
+    _parameter_of: Callable[[str], str]
+    _threads: int
+
+    def output(self, index: int, hidden: Tensor) -> Tensor:
+        """What it makes of hidden states of one batch, called as for that batch."""
+        with computing(self._threads):
+            return self._forward(index, hidden)
+
+    def input(self, index: int) -> Tensor:
+        """The hidden states of one batch."""
+        return self._states[index]
+
+    def run(self, progress: Progress | None = None, *, advance: bool = True) -> None:
+        """Run all batches. `advance`: their hidden states become those after this part."""
+        for index, batch in enumerate(self._batches):
+            output = self.output(index, self._states[index])
+            if advance:
+                self._states[index] = output
+            if progress is not None:
+                progress.advance(batch.numel())
+
+    def owner_of(self, tensor: str) -> nn.Module:
+        """The module that a tensor on disk is a parameter of."""
+        return self.model.get_submodule(self._parameter_of(tensor).rpartition(".")[0])
+
+    def change(self, tensors: Mapping[str, Tensor]) -> None:
+        """In place: the weights are those on disk again but for `tensors`, by their names there."""
+        self._load(tensors)
 
 
 class LayerwiseModel:
@@ -93,37 +144,57 @@ class LayerwiseModel:
             progress.start("calibrating", tokens * self.num_parts, "token layers")
         if not batches:
             return []
-        with _computing(self._threads):
-            if self.layerwise:
-                return self._run_layers(batches, around, progress)
-            return self._run_whole(batches, around, progress)
+        states: list[Tensor] = []
+        for part in self.parts(batches, states):
+            with around(part.model, part.projections):
+                part.run(progress)
+        return states
 
-    def _run_layers(self, batches: Sequence[Tensor], around: Around, progress: Progress | None) -> list[Tensor]:
-        captured = [self._capture(batch) for batch in batches]
-        hidden = [first for first, _ in captured]
-        calls = [per_layer for _, per_layer in captured]
+    def parts(self, batches: Sequence[Tensor], states: States) -> Iterator[Part]:
+        """Each part in turn, loaded; it is released when the next one is asked for.
+
+        `states` is empty; it gets the hidden states of each batch. A layer's are those that the layer before left.
+        """
+        return self._layer_parts(batches, states) if self.layerwise else self._whole_part(batches, states)
+
+    def _layer_parts(self, batches: Sequence[Tensor], states: States) -> Iterator[Part]:
+        calls = []
+        for batch in batches:
+            with computing(self._threads):
+                first, per_layer = self._capture(batch)
+            states.append(first)
+            calls.append(per_layer)
         for index, layer in enumerate(self._layers):
-            names = self._modules.parameters_under(f"{self._layers_path}.{index}")
+            path = f"{self._layers_path}.{index}"
+            names = self._modules.parameters_under(path)
             self._modules.load(names)
-            with around(self.model, self._projections_of(names)):
-                for at, batch in enumerate(batches):
-                    call = calls[at][index]
-                    output = layer(hidden[at], *call.args, **call.kwargs)
-                    hidden[at] = output if isinstance(output, Tensor) else output[0]
-                    _advance(progress, batch)
-            self._modules.release(names)
-        return hidden
 
-    def _run_whole(self, batches: Sequence[Tensor], around: Around, progress: Progress | None) -> list[Tensor]:
+            def forward(at: int, hidden: Tensor, layer: nn.Module = layer, index: int = index) -> Tensor:
+                call = calls[at][index]
+                output = layer(hidden, *call.args, **call.kwargs)
+                return output if isinstance(output, Tensor) else output[0]
+
+            load, find = partial(self._modules.load, names), self._modules.parameter_of
+            yield Part(
+                path, self.model, self._projections_of(names), batches, states, forward, load, find, self._threads
+            )
+            self._modules.release(names)
+
+    def _whole_part(self, batches: Sequence[Tensor], states: States) -> Iterator[Part]:
         whole = self._modules.whole()
         decoder = whole.get_submodule(self._decoder_path)
-        hidden = []
-        with around(whole, self._inside()):
-            for batch in batches:
-                output = decoder(input_ids=batch.to(self._modules.device), use_cache=False)
-                hidden.append(output[0])
-                _advance(progress, batch)
-        return hidden
+        for batch in batches:
+            states.append(batch)  # what the whole is given
+
+        def forward(_: int, ids: Tensor) -> Tensor:
+            output = decoder(input_ids=ids.to(self._modules.device), use_cache=False)
+            return output[0]
+
+        def load(_: Mapping[str, Tensor]) -> None:
+            raise AssertionError("a model that runs as a whole keeps its weights")
+
+        find = self._modules.parameter_of
+        yield Part("", whole, self._inside(), batches, states, forward, load, find, self._threads)
 
     def _capture(self, batch: Tensor) -> tuple[Tensor, list[Call]]:
         return capture(self._decoder, self._layers, batch.to(self._modules.device), returns=self._returns)
@@ -149,7 +220,7 @@ class LayerwiseModel:
             self._load_outside()
             for self._returns in RETURNS:
                 try:
-                    with _computing(self._threads):
+                    with computing(self._threads):
                         self._capture(torch.zeros(1, 2, dtype=torch.int64))
                     return
                 except CannotSplitError as error:
@@ -172,13 +243,8 @@ def _path_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def _advance(progress: Progress | None, batch: Tensor) -> None:
-    if progress is not None:
-        progress.advance(batch.numel())
-
-
 @contextmanager
-def _computing(threads: int) -> Iterator[None]:
+def computing(threads: int) -> Iterator[None]:
     """Inference with a fixed number of CPU threads, since matrix kernels may sum in another order with more."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

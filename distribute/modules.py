@@ -7,7 +7,7 @@ that a part is loaded exactly as `from_pretrained` would load it. Never holds mo
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +71,18 @@ class Modules:
             model: nn.Module = self._auto.from_pretrained(str(self.checkpoint.folder), **self._options)
         return model.to(self.device).eval()
 
+    def parameter_of(self, tensor: str) -> str:
+        """The parameter that a tensor on disk goes to."""
+        return next(parameter for parameter, names in self._sources.items() if tensor in names)
+
     def parameters_under(self, prefix: str) -> list[str]:
         """Names of the parameters and persistent buffers below a module, in the model's order."""
         return [name for name in self.model.state_dict() if name.startswith(f"{prefix}." if prefix else "")]
 
-    def load(self, parameters: Iterable[str]) -> None:
+    def load(self, parameters: Iterable[str], changed: Mapping[str, Tensor] | None = None) -> None:
         """In place: give these parameters their values from the source files, cast to the model's dtype.
+
+        `changed` has other values for tensors on disk, by their names there.
 
         Raises:
             SourceError: a parameter is not in the source files, or has another shape there.
@@ -90,7 +96,7 @@ class Modules:
             dtype_plan=self.model._get_dtype_plan(self._dtype),
             weight_mapping=list(self._mapping),  # type: ignore[arg-type]
         )
-        lazy = {name: _Lazy(self.checkpoint, name) for name in dict.fromkeys(names)}
+        lazy = {name: _Lazy(self.checkpoint, name, (changed or {}).get(name)) for name in dict.fromkeys(names)}
         with _quiet():
             info, _ = convert_and_load_state_dict_in_model(
                 model=self.model, state_dict=lazy, load_config=config, disk_offload_index=None
@@ -191,11 +197,11 @@ class Modules:
 class _Lazy:
     """Stands for a tensor on disk; the loader takes `[...]` of it when it wants the values."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str):
-        self._checkpoint, self._name = checkpoint, name
+    def __init__(self, checkpoint: Checkpoint, name: str, changed: Tensor | None):
+        self._checkpoint, self._name, self._changed = checkpoint, name, changed
 
     def __getitem__(self, _: Any) -> Tensor:
-        return read_tensor(self._checkpoint, self._name)
+        return read_tensor(self._checkpoint, self._name) if self._changed is None else self._changed
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
