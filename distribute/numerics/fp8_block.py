@@ -5,7 +5,8 @@
     compressed-tensors   weight_scale [row blocks, column blocks] and the quotient in the model's dtype
                                  compressed-tensors 0.20.1, quantization/utils/helpers.py, compressors/naive_quantized
 
-The last block of a row or a column may be smaller. A block of zeros gets scale 1.0 in modelopt, and the machine
+The last block of a row or a column may be smaller. (Of a weight that is one block, modelopt stores the scale without
+axes: the same four bytes.) A block of zeros gets scale 1.0 in modelopt, and the machine
 epsilon of the dtype in compressed-tensors, also where the whole weight is zero.
 """
 
