@@ -1,23 +1,37 @@
 """Smoothing against what nvidia-modelopt 0.47.0 searched for on the same model and batch.
 
 `chosen.safetensors` holds what the reference found for each layer alone (tests/oracle/golden_modelopt.py). SmoothQuant
-has nothing to search, so all is equal. AWQ differs on purpose: layers that share an input search together, where the
-reference averages what each found; so the error of the outputs, not the choice, is compared there.
+has nothing to search, so the checkpoints are equal. AWQ differs on purpose: layers that share an input search together
+and their weights are rounded once, where the reference averages what each found and rounds again. So the error of the
+outputs, not the choice, is compared; and the checkpoint byte for byte where the choice is given and nothing is shared.
 """
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from distribute.coded import Subject
+from distribute.dialects import modelopt
+from distribute.encode import FOLD, PARAMETERS
+from distribute.folds import plan_folds
+from distribute.job import Progress
 from distribute.layerwise import LayerwiseModel
 from distribute.numerics import awq, smoothquant
 from distribute.numerics.moments import second_moments
+from distribute.numerics.table import find_codec
 from distribute.observe import observe
+from distribute.ranks import Ranks
+from distribute.solve import solve
 from distribute.source import Checkpoint
+from distribute.statistics import Statistics
+from tests.exports import make_checkpoint, plan_of, read_tensors, weight_absmax
 from tests.golden import GOLDEN, raw, read_golden
 
 LAYER = "model.layers.0"
@@ -28,6 +42,7 @@ SHARED = [
     ["mlp.down_proj"],
 ]
 GROUP = 128
+SOURCE = GOLDEN / "wide" / "source"
 
 
 def _chosen(preset: str) -> dict[str, torch.Tensor]:
@@ -46,7 +61,7 @@ def _batch() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, torch.Tensor]:
     """What every linear layer of the model reads on the calibration batch, bf16 [tokens, in]."""
-    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "wide" / "source", dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(SOURCE, dtype="auto").eval()
     seen: dict[str, torch.Tensor] = {}
 
     def watch(name: str, module: nn.Module) -> None:
@@ -72,7 +87,7 @@ def _nearest(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_smoothquant_equals_the_reference() -> None:
-    checkpoint = Checkpoint.open(GOLDEN / "wide" / "source")
+    checkpoint = Checkpoint.open(SOURCE)
     modules = [f"{LAYER}.{leaf}" for leaves in SHARED for leaf in leaves]
     channels = observe(LayerwiseModel.open(checkpoint), [_batch()], modules, channels=True).channel_absmax
     written = read_golden("wide", "modelopt-int8_smoothquant/model.safetensors")
@@ -123,3 +138,92 @@ def test_what_awq_finds_errs_hardly_more_than_what_the_reference_wrote(
 
     plain = error(torch.ones_like(theirs))
     assert error(found.scale) <= min(1.03 * error(theirs), plain)
+
+
+def _statistics(recipe: dict[str, Any]) -> Statistics:
+    plan = plan_of(SOURCE, recipe)
+    found = observe(LayerwiseModel.open(Checkpoint.open(SOURCE)), [_batch()], plan.quantized)
+    return Statistics(weight_absmax(SOURCE, plan), found.input_absmax, {"warnings": []})
+
+
+def _without_producer(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    value.get("quantization_config", value).pop("producer")
+    return value
+
+
+def _json_differs(written: Path, preset: str) -> list[str]:
+    """JSON files that differ, but for the group size that SGLang misses in those of 0.47."""
+    differing = []
+    for name in ("config.json", "hf_quant_config.json"):
+        theirs = read_golden("wide", f"modelopt-{preset}/{name}")
+        if "group_size" in read_golden("wide", f"modelopt-{preset}/hf_quant_config.json")["quantization"]:
+            theirs.get("quantization_config", {})["group_size"] = GROUP
+        if _without_producer((written / name).read_text()) != _without_producer(json.dumps(theirs)):
+            differing.append(name)
+    return differing
+
+
+def test_a_smoothquant_checkpoint_equals_the_reference(tmp_path: Path) -> None:
+    recipe = {"preset": "int8_smoothquant", "dialect": "modelopt"}
+    plan, checkpoint = plan_of(SOURCE, recipe), Checkpoint.open(SOURCE)
+    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
+    folds = plan_folds(plan.schemes, shapes, "modelopt")
+    subject = Subject(checkpoint, plan.schemes, "modelopt", folds, torch.bfloat16, torch.device("cpu"))
+    solve(subject, [_batch()], ranks=Ranks.start(), folder=tmp_path, progress=Progress(tmp_path, 0))
+    folder = make_checkpoint(SOURCE, tmp_path, recipe, _statistics(recipe))
+    written, reference = read_tensors(folder), read_golden("wide", "modelopt-int8_smoothquant/model.safetensors")
+    assert written.keys() == reference.keys()
+    assert [name for name, tensor in reference.items() if raw(tensor) != raw(written[name])] == []
+    assert _json_differs(folder, "int8_smoothquant") == []
+
+
+@pytest.mark.parametrize("preset", ["int4_awq", "w4a8"])
+def test_with_the_smoothing_of_the_reference_a_checkpoint_equals_its_own(tmp_path: Path, preset: str) -> None:
+    """Byte for byte where nothing is shared; elsewhere in all but the codes that a second rounding moves by one."""
+    recipe = {"preset": preset, "dialect": "modelopt"}
+    reference = read_golden("wide", f"modelopt-{preset}/model.safetensors")
+    (tmp_path / PARAMETERS).mkdir()
+    save_file(_parameters_of(preset, reference), tmp_path / PARAMETERS / "0.safetensors")
+    folder = make_checkpoint(SOURCE, tmp_path, recipe, _statistics(recipe))
+    written = read_tensors(folder)
+    assert written.keys() == reference.keys()
+    assert [n for n, t in reference.items() if raw(t)[:2] != raw(written[n])[:2]] == []
+    shared = [f"{LAYER}.{leaf}." for leaves in SHARED if len(leaves) > 1 for leaf in leaves]
+    alone = [name for name in reference if not name.startswith(tuple(shared)) or name.endswith("input_scale")]
+    assert [name for name in alone if raw(reference[name]) != raw(written[name])] == []
+    assert _json_differs(folder, preset) == []
+    plan = plan_of(SOURCE, recipe)
+    for module, scheme in plan.schemes.items():
+        codec, width = find_codec(modelopt.codec(scheme)), plan.matrices[module].shape[1]
+        ours, theirs = (
+            codec.decode({n.removeprefix(f"{module}."): t for n, t in tensors.items()}, width)
+            for tensors in (written, reference)
+        )
+        step = reference[f"{module}.weight_scale"].repeat_interleave(GROUP, dim=1)
+        assert ((ours - theirs).abs() / step).max() < 1.1
+        assert ((ours - theirs).abs() / step > 0.5).float().mean() < 0.01
+
+
+def _absmax(weight: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
+    return smoothquant.smoothed_weight(weight, smooth).abs().max().float()
+
+
+def _parameters_of(preset: str, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What our search would have left, had it found what the reference wrote."""
+    chosen, found = _chosen(preset), {}
+    for leaves in SHARED:
+        modules = [f"{LAYER}.{leaf}" for leaf in leaves]
+        own = [(1.0 / chosen[f"{module}.smooth"]).bfloat16() for module in modules]
+        mean = torch.stack(own).mean(dim=0)
+        for module, weight in zip(modules, _weights(leaves), strict=True):
+            alone = len(modules) == 1
+            smooth = chosen[f"{module}.smooth"] if alone else 1.0 / mean.float()
+            found |= {f"{module}.smooth": smooth, f"{module}.absmax": _absmax(weight, smooth)}
+            if alone:
+                found[f"{module}.pre_quant_scale"] = own[0]
+            if preset == "w4a8":
+                found[f"{module}.input_absmax"] = reference[f"{module}.input_scale"] * 448
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        found[f"{FOLD}{LAYER}.{norm}.weight"] = reference[f"{LAYER}.{norm}.weight"]
+    return {name: tensor.contiguous().clone() for name, tensor in found.items()}
