@@ -80,6 +80,8 @@ def digest_of(engine: Engine, checkpoint: Path, request: dict[str, Any]) -> str:
 
 def _sources(engine: Engine) -> Iterator[Path]:
     yield engine.path
+    if engine.parses:
+        yield READERS / "ask_scheme.py"
     if "NOGATHER_EMULATE" in engine.variables:
         yield from (READERS / "emulate.py", READERS / "arithmetic.py")
 

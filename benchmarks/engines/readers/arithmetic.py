@@ -74,3 +74,9 @@ def block_matmul(inputs: Tensor, weight: Tensor, input_scales: Tensor, weight_sc
     left = inputs.float() * input_scales.repeat_interleave(BLOCK, 1)[:, : inputs.shape[1]]
     rows = weight_scales.float().repeat_interleave(BLOCK, 0)[: weight.shape[0]]
     return left @ (weight.float() * rows.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]).T
+
+
+def decode_packed_int8(packed: Tensor, scales: Tensor) -> Tensor:
+    """int32 [out, in / 4], the first code in the lowest byte, each 128 too large; scales [out, groups]."""
+    codes = packed.contiguous().view(torch.uint8).float() - 128
+    return (codes.unflatten(1, (scales.shape[1], -1)) * scales.float().unsqueeze(-1)).flatten(1).to(scales.dtype)

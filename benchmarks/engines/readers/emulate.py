@@ -28,10 +28,11 @@ def install() -> list[str]:
     linear.MarlinNvFp4LinearKernel = WeightOnlyNvfp4Kernel
     linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp8LinearKernel]
     linear._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp4LinearKernel]
+    linear._POSSIBLE_KERNELS[PlatformEnum.CPU].append(WeightOnlyInt8Kernel)
     mxfp4_emulation.has_quark = lambda: True
     mxfp4_emulation.dequant_mxfp4 = arithmetic.dequantize_mxfp4
     mxfp4_emulation._ACTIVATION_QUANT_DEQUANT_FUNCS[mxfp4_emulation.kMxfp4Dynamic] = arithmetic.round_to_mxfp4
-    return ["fp8 rounding", "fp8 matmul", "fp8 blocks", "nvfp4", "nvfp4 weights", "mxfp8", "mxfp4"]
+    return ["fp8 rounding", "fp8 matmul", "fp8 blocks", "nvfp4", "nvfp4 weights", "mxfp8", "mxfp4", "int8 weights"]
 
 
 class BlockFp8Kernel(Fp8BlockScaledMMLinearKernel):
@@ -65,3 +66,24 @@ class WeightOnlyNvfp4Kernel(linear.NvFp4LinearKernel):
             layer.weight.data, layer.weight_scale.data, layer.weight_global_scale, x.dtype, swizzle=False
         )
         return functional.linear(x, weight, bias)
+
+
+class WeightOnlyInt8Kernel(linear.MPLinearKernel):
+    """int8 weights with a scale for each row, inputs as they are. Four codes lie in an int32, each 128 too large."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: linear.MPLinearLayerConfig) -> tuple[bool, str | None]:
+        return str(c.weight_type) == "uint8b128" and not c.zero_points, "only int8 weights without zero points"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Decode once; the scales' names stay, for vLLM asks for them."""
+        packed, scales, _ = self._get_weight_params(layer)
+        weight = arithmetic.decode_packed_int8(packed.data, scales.data)
+        setattr(layer, self.w_q_name, torch.nn.Parameter(weight, requires_grad=False))
+
+    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, getattr(layer, self.w_q_name).to(x.dtype), bias)

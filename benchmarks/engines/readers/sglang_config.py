@@ -1,7 +1,7 @@
 """Reads a checkpoint's config with the newest SGLang's own parser, from its Python files alone.
 
-No weight is read and no kernel chosen: this shows that the config is understood, and as what. Packages that SGLang
-imports for images, notebooks and GPUs and that are not here are stood in for by empty modules.
+No weight is read and no kernel chosen: this shows that the config is understood, and as which scheme. Packages
+that SGLang imports for images, notebooks and GPUs and that are not here are stood in for by empty modules.
 """
 
 import importlib.machinery
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers.image_utils  # noqa: F401  finds out here that torchvision is absent
+from ask_scheme import scheme_of_layer
 from record import Tell, run_reader
 
+SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes"
 ABSENT = {"torchvision", "IPython", "traitlets", "gguf", "orjson", "sgl_kernel"}
 
 
@@ -63,7 +65,7 @@ def read(checkpoint: Path, request: dict[str, Any], tell: Tell) -> None:
 
     config = ModelConfig(model_path=str(checkpoint), dtype="bfloat16")
     parsed = get_quant_config(config, LoadConfig(), {})
-    tell(parsed=type(parsed).__name__, quantization=config.quantization)
+    tell(parsed=scheme_of_layer(parsed, "get_linear_scheme", SCHEMES))
 
 
 if __name__ == "__main__":

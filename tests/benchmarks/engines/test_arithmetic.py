@@ -4,6 +4,7 @@ import torch
 
 from benchmarks.engines.readers.arithmetic import (
     block_matmul,
+    decode_packed_int8,
     dequantize_mxfp4,
     quantize_fp8,
     round_to_mxfp4,
@@ -72,3 +73,10 @@ def test_products_apply_the_scales_of_rows_columns_and_blocks() -> None:
     assert result.shape == (2, 129)
     assert result[:, 0].tolist() == [128 + 2 * 2 * 3, 2 * 3.0]
     assert result[:, 128].tolist() == [128 * 5 + 2 * 2 * 7, 2 * 7.0]
+
+
+def test_packed_int8_has_the_first_code_in_the_lowest_byte_and_128_on_top() -> None:
+    packed = torch.tensor([[0xFF818000 - 2**32, 0x80808080 - 2**32]], dtype=torch.int64).to(torch.int32)
+    expected = torch.tensor([[-128.0, 0.0, 1.0, 127.0, 0.0, 0.0, 0.0, 0.0]])
+    assert torch.equal(decode_packed_int8(packed, torch.tensor([[2.0]])), 2 * expected)
+    assert torch.equal(decode_packed_int8(packed, torch.tensor([[0.5, 9.0]])), 0.5 * expected)
