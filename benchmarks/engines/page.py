@@ -24,7 +24,8 @@ SmolLM2-135M-Instruct with every preset, in both dialects, and each engine loade
 - **(+1.2 %)**: the CPU build of vLLM has no kernel, so its missing operations were replaced by plain arithmetic
   ([emulate.py](../benchmarks/engines/readers/emulate.py)): vLLM's config, loader and fusing are tried, its GPU
   kernels are not.
-- **reads**: the newest release's own parser took the config; no weight was loaded, since its kernels are for GPUs.
+- **reads**: the newest release's own parser took the config, and as what; no weight was loaded, since its kernels are
+  for GPUs.
 - **[n]**: refused; the message is below. "{none}": not tried, because there was no such checkpoint.
 
 {engines}. Each had one thread of a CPU.
@@ -96,7 +97,7 @@ class Page:
 
     def _outcome(self, record: Record, source: Record | None, engine: Engine) -> str:
         if record.parsed:
-            return "reads"
+            return f"reads: {record.parsed.removeprefix('CompressedTensors')}"
         if record.error and record.answer is None:
             return self._number(engine.title, record.error)
         words = []

@@ -58,10 +58,10 @@ def test_a_refusal_points_to_its_message_and_what_ran_with_help_stands_behind_it
         Record("fp8", "modelopt", "vllm", "", error="ValueError: no\n kernel `a`"),
         Record("fp8", "modelopt", "vllm-emulated", "", answer=" Paris.", perplexity=21.0),
         Record("int8", "modelopt", "vllm", "", error="ValueError: no\n kernel `a`"),
-        Record("fp8", "modelopt", "parser", "", parsed="Fp8Config"),
+        Record("fp8", "modelopt", "parser", "", parsed="CompressedTensorsW8A8Fp8"),
         Record("int8", "modelopt", "parser", "", error="KeyError: INT8"),
     )
-    assert found["fp8"] == ["[1] (+5.0 %)", "-", "reads"]
+    assert found["fp8"] == ["[1] (+5.0 %)", "-", "reads: W8A8Fp8"]
     assert found["int8"] == ["[1]", "-", "[2]"]
     assert found["refusals"] == [
         f"1. vLLM, CPU: `ValueError: no kernel 'a'`<br>{UNKNOWN}",
