@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.cases import SOURCE, Case, all_cases, make_checkpoint
+from benchmarks.engines.cases import SOURCES, Case, all_cases, make_checkpoint
 from benchmarks.engines.install import home_folder, install_all
 from benchmarks.engines.measure import Record, append_record, digest_of, read_records, try_engine
 from benchmarks.engines.page import Page
@@ -42,7 +42,7 @@ def main() -> None:
     engines = [replace(engine, version=engine.version or version(engine.key)) for engine in ENGINES]
     if not options.page:
         install_all(home)
-        chosen = [case for case in cases if case == SOURCE or fnmatchcase(case.key, options.only)]
+        chosen = [case for case in cases if case in SOURCES or fnmatchcase(case.key, options.only)]
         try_all(chosen, [one for one in engines if fnmatchcase(one.key, options.engine)], path, home, options)
     records = read_records(path)
     refused = {key[:2]: record.error for key, record in records.items() if record.engine == OURSELVES}
@@ -61,7 +61,7 @@ def try_all(
     ).tokens
     request = {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "windows": [window.tolist() for window in windows]}
     for case in cases:
-        if options.again and case != SOURCE:
+        if options.again and case not in SOURCES:
             shutil.rmtree(home / "checkpoints" / case.key, ignore_errors=True)
         checkpoint = make_checkpoint(case, model, text, home, samples=options.samples)
         if isinstance(checkpoint, str):
@@ -87,7 +87,7 @@ def try_one(
     first = records.get((case.name, case.dialect, engine.after))
     if engine.after and (first is None or not first.error):
         return
-    if engine.parses and case == SOURCE:
+    if engine.parses and case in SOURCES:
         return
     known = records.get((case.name, case.dialect, engine.key))
     if known is not None and known.made_of == made_of:

@@ -1,5 +1,7 @@
 """What is tried: the demo model in every preset and dialect, and a few recipes that combine them.
 
+Where blocks or groups are of 128 values, the demo model padded to such sizes is tried, too.
+
 Each checkpoint is made by `nogather run` itself, with a small calibration, into `<home>/checkpoints/<case>`.
 """
 
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.padded import make_padded_model
 from distribute.dialects.table import DIALECTS
 from distribute.scheme import PRESETS
 from tasks.demo_model import DemoText
@@ -26,6 +29,12 @@ COMBINED: dict[str, dict[str, Any]] = {
     "int4, symmetric: false": {"preset": "int4", "symmetric": False},
     "nvfp4, down_proj in fp8": {"preset": "nvfp4", "overrides": {"*down_proj": "fp8"}},
 }
+#: Recipes of the padded model.
+PADDED: dict[str, dict[str, Any]] = {
+    "fp8_block, padded": {"preset": "fp8_block"},
+    "int4, padded": {"preset": "int4"},
+    "int4_awq, padded": {"preset": "int4_awq"},
+}
 SEQUENCE_LENGTH = 512
 #: Written last into a published folder.
 RECEIPT = "receipt.json"
@@ -34,11 +43,12 @@ TIME_LIMIT_S = 1800
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint to make and try. No `dialect`: the bf16 source, against which the others are compared."""
+    """One checkpoint to make and try. No `dialect`: a bf16 source, against which the others are compared."""
 
     name: str
     dialect: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False
 
     @property
     def key(self) -> str:
@@ -46,16 +56,23 @@ class Case:
         name = self.name.replace(": ", "-").replace(", ", "+").replace(" ", "-")
         return f"{name}.{self.dialect}" if self.dialect else name
 
+    @property
+    def source(self) -> "Case":
+        """What it is compared with."""
+        return SOURCES[self.padded]
 
-SOURCE = Case("bf16")
+
+SOURCES = (Case("bf16"), Case("bf16, padded", padded=True))
 
 
 def all_cases() -> list[Case]:
-    """The source first, then the presets and the combined recipes, each in every dialect."""
+    """The sources first, then the presets and the combined recipes, each in every dialect."""
     recipes = {preset: {"preset": preset} for preset in PRESETS} | COMBINED
-    return [SOURCE] + [
+    fitting = [
         Case(name, dialect, _fitting(recipe, dialect)) for name, recipe in recipes.items() for dialect in DIALECTS
     ]
+    padded = [Case(name, dialect, recipe, padded=True) for name, recipe in PADDED.items() for dialect in DIALECTS]
+    return [*SOURCES, *fitting, *padded]
 
 
 def _fitting(recipe: dict[str, Any], dialect: str) -> dict[str, Any]:
@@ -66,7 +83,9 @@ def _fitting(recipe: dict[str, Any], dialect: str) -> dict[str, Any]:
 
 def make_checkpoint(case: Case, model: Path, text: DemoText, home: Path, *, samples: int) -> Path | str:
     """The checkpoint's folder, or the message with which this project refuses the recipe."""
-    if case == SOURCE:
+    if case.padded:
+        model = make_padded_model(model, home / "padded")
+    if case in SOURCES:
         return model
     folder, recipe = home / "checkpoints" / case.key, home / "recipes" / f"{case.key}.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.engines.cases import GROUP_SIZE, SOURCE, Case
+from benchmarks.engines.cases import GROUP_SIZE, SOURCES, Case
 from benchmarks.engines.measure import Record
 from benchmarks.engines.reasons import explain
 from benchmarks.engines.table import Engine
@@ -32,7 +32,8 @@ SmolLM2-135M-Instruct with every preset, in both dialects, and each engine loade
 
 mistral.rs wants `rope_theta` at the top of `config.json`, where transformers 5 writes it under `rope_parameters`:
 it was given a copy of the config with both. The presets of int4 had `group_size: {group_size}`, because the model's
-hidden size, 576, is no multiple of 128. Model and calibration are small: the rises compare engines, not presets.
+hidden size, 576, is no multiple of 128; "padded" is the same model with zeros added up to such multiples. Model and
+calibration are small: the rises compare engines, not presets.
 """
 
 
@@ -61,7 +62,7 @@ class Page:
                 command=COMMAND, date=date.isoformat(), prompt=prompt, none=NOT_TRIED, tokens=tokens,
                 engines=", ".join(named), group_size=GROUP_SIZE,
             ),
-            "## The bf16 source: perplexity\n\n" + self._table([SOURCE]),
+            "## The bf16 sources: perplexity\n\n" + self._table(SOURCES),
         ]  # fmt: skip
         for dialect in dict.fromkeys(case.dialect for case in self.cases if case.dialect):
             parts.append(f"## {dialect}\n\n" + self._table(case for case in self.cases if case.dialect == dialect))
@@ -87,7 +88,7 @@ class Page:
         record = self.records.get((case.name, case.dialect, engine.key))
         if record is None:
             return NOT_TRIED
-        source = self.records.get((SOURCE.name, SOURCE.dialect, engine.key))
+        source = self.records.get((case.source.name, case.source.dialect, engine.key))
         words = [self._outcome(record, source, engine)]
         for helped in self.engines:
             again = self.records.get((case.name, case.dialect, helped.key))

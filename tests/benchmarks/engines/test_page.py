@@ -2,7 +2,7 @@
 
 import datetime
 
-from benchmarks.engines.cases import COMBINED, GROUP_SIZE, SOURCE, Case, all_cases
+from benchmarks.engines.cases import COMBINED, GROUP_SIZE, PADDED, SOURCES, Case, all_cases
 from benchmarks.engines.measure import Record
 from benchmarks.engines.page import Page
 from benchmarks.engines.reasons import UNKNOWN, explain
@@ -17,7 +17,7 @@ ENGINES = [
     Engine("rust", "Rust", "2.0", "mistral"),
     Engine("parser", "Parser", "3.0", "vllm_config", parses=True),
 ]
-CASES = [SOURCE, Case("fp8", "modelopt"), Case("int8", "modelopt"), Case("w4a8", "compressed-tensors")]
+CASES = [*SOURCES, Case("fp8", "modelopt"), Case("int8", "modelopt"), Case("w4a8", "compressed-tensors")]
 
 
 def rows(*records: Record, refused: dict[tuple[str, str], str] | None = None) -> dict[str, list[str]]:
@@ -83,15 +83,28 @@ def test_a_recipe_that_this_project_refuses_is_told_and_not_tried() -> None:
 
 def test_every_preset_is_tried_in_every_dialect_with_a_group_size_that_fits_the_model() -> None:
     cases = all_cases()
-    assert cases[0] == SOURCE
-    assert len({case.key for case in cases}) == len(cases) == 1 + (len(PRESETS) + len(COMBINED)) * len(DIALECTS)
-    for case in cases[1:]:
+    assert tuple(cases[:2]) == SOURCES
+    recipes = len(PRESETS) + len(COMBINED) + len(PADDED)
+    assert len({case.key for case in cases}) == len(cases) == 2 + recipes * len(DIALECTS)
+    for case in cases[2:]:
         preset = PRESETS[case.recipe["preset"]]
         if case.dialect not in preset.refused and "symmetric" not in case.recipe:
             make_recipe(case.recipe | {"dialect": case.dialect})
-        assert (case.recipe.get("group_size") == GROUP_SIZE) == case.recipe["preset"].startswith(("int4", "w4a8"))
+        has_groups = case.recipe["preset"].startswith(("int4", "w4a8")) and not case.padded
+        assert (case.recipe.get("group_size") == GROUP_SIZE) == has_groups
 
 
 def test_a_known_message_is_explained() -> None:
     assert "AMX" in explain("ValueError: CPUFp8 requires AMX tile support")
     assert explain("what is this") == UNKNOWN
+
+
+def test_a_padded_model_is_compared_with_the_padded_source() -> None:
+    case = Case("fp8_block", "modelopt", padded=True)
+    records = [
+        Record("bf16", "", "vllm", "", answer=" Paris", perplexity=20.0),
+        Record("bf16, padded", "", "vllm", "", answer=" Paris", perplexity=10.0),
+        Record("fp8_block", "modelopt", "vllm", "", answer=" Paris", perplexity=11.0),
+    ]
+    page = Page([*SOURCES, case], ENGINES, {record.key: record for record in records})
+    assert "| fp8_block | +10.0 % |" in page.make_text(prompt="", date=datetime.date(2026, 1, 2))
