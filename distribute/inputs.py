@@ -108,7 +108,6 @@ def watching(
     if all_experts:
         blocks = {model.get_submodule(p.rpartition(".")[0]): len(model.get_parameter(p)) for p in experts}
         handles += [b.register_forward_pre_hook(partial(mode.before, count)) for b, count in blocks.items()]
-        mode.sees = False
     try:
         with mode if slices else nullcontext():
             yield

@@ -59,12 +59,14 @@ class PartSolver:
         self.report["unseen"] = [m for m in modules if watched.get(m, 0) == 0]
 
     def check(self, hidden: Tensor) -> None:
-        """Raise StageError when absorbed smoothing changes what the part makes of `hidden`, the first batch's."""
+        """Raise StageError when absorbed smoothing changes what the part makes of `hidden`, the first batch's.
+
+        In place: the part is smoothed then.
+        """
         if any(fold.kind != "kept" for fold in self._own_folds()) and self.part.path:
             before = self.part.output(0, hidden)
             self.part.change(self.subject.changes(self.linears, self.parameters, coded=False))
             check_outputs(self.part, hidden, before)
-            self.part.change({})
 
     def _own_folds(self) -> list[Fold]:
         own = set(self.subject.solved_in(self.part))

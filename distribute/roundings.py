@@ -81,7 +81,6 @@ def solve_roundings(
         costs[module] = Cost(nearest / (size or 1.0), solved / (size_solved or 1.0))
         if bool(whole.pop("fallen").any()):
             fallen.append(module)
-            whole = {}
         result[module] = linear.with_parameters({n: v.to(linear.weight.device) for n, v in whole.items()})
     return result, costs, fallen
 

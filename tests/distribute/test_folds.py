@@ -2,7 +2,8 @@
 
 import pytest
 
-from distribute.folds import Fold, folds, layer_of
+from distribute.folds import Fold, folds, layer_of, plan_folds
+from distribute.scheme import PRESETS, Dialect, Scheme
 
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "model.layers.0"
@@ -155,3 +156,34 @@ def test_tensors_that_change_as_a_whole_are_named() -> None:
 def test_layer_of_a_name() -> None:
     assert layer_of("language_model.model.layers.11.mlp.experts.3.w1") == "language_model.model.layers.11"
     assert layer_of("lm_head") == ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "dialect", "expected"),
+    [
+        ("int4_awq", "modelopt", {QKV: "norm", "self_attn.o_proj": "kept", GATE_UP: "norm", "mlp.down_proj": "kept"}),
+        ("nvfp4_awq", "modelopt", {QKV: "norm", "self_attn.o_proj": "linear", GATE_UP: "norm", "mlp.down_proj": "linear"}),
+        ("int8_smoothquant", "modelopt", {QKV: "kept", "self_attn.o_proj": "kept", GATE_UP: "kept", "mlp.down_proj": "kept"}),
+        ("int8_smoothquant", "compressed-tensors", {QKV: "norm", "self_attn.o_proj": "linear", GATE_UP: "norm", "mlp.down_proj": "linear"}),
+        ("int4_gptq", "compressed-tensors", {}),
+    ],
+)  # fmt: skip
+def test_what_each_dialect_folds(preset: str, dialect: Dialect, expected: dict[str, str]) -> None:
+    shapes = LLAMA | attention()
+    schemes = dict.fromkeys(modules_of(shapes), PRESETS[preset].for_dialect(dialect))
+    kinds = {
+        "+".join(module.removeprefix(f"{LAYER}.") for module in fold.consumers): fold.kind
+        for fold in plan_folds(schemes, shapes, dialect)
+    }
+    assert kinds == expected
+
+
+def test_values_that_are_cached_with_a_scale_are_left_alone() -> None:
+    shapes = LLAMA | attention()
+    schemes = dict.fromkeys(modules_of(shapes), PRESETS["int4_awq"].scheme)
+    found = {fold.consumers[0].rpartition(".")[2]: fold.kind for fold in _cached(schemes, shapes)}
+    assert found == {"k_proj": "norm", "o_proj": "kept", "gate_proj": "norm", "down_proj": "linear"}
+
+
+def _cached(schemes: dict[str, Scheme], shapes: Shapes) -> list[Fold]:
+    return plan_folds(schemes, shapes, "compressed-tensors", kv_cache=True)

@@ -23,6 +23,7 @@ from distribute.moments import Moments
 from distribute.numerics.gptq import Factor
 from distribute.ranks import Ranks
 from distribute.recipe import Recipe
+from distribute.scheme import PRESETS
 from distribute.solve import SOLVED, Limits, solve
 from distribute.source import Checkpoint
 from tests.distribute.test_layerwise import make_custom, token_batches
@@ -216,10 +217,11 @@ def test_next_layer_is_calibrated_on_what_it_will_get(
     assert torch.equal(moments.absmax, torch.cat(inputs).abs().amax(dim=0))
 
 
+@pytest.mark.parametrize("preset", ["int4_awq", "int8_smoothquant"])
 def test_stopped_run_goes_on_after_its_last_layer(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = subject_of(tiny_model("llama", layers=3), "int4_awq", "compressed-tensors")
+    subject = subject_of(tiny_model("llama", layers=3), preset, "compressed-tensors")
     whole, report = solved(subject, tmp_path / "whole")
     stopped = Path(shutil.copytree(tmp_path / "whole", tmp_path / "stopped"))
     (stopped / SOLVED / "2.json").unlink()  # the parameters of the last layer may be there or not
@@ -238,7 +240,7 @@ def test_stopped_run_goes_on_after_its_last_layer(
     assert_equal(again, whole)
     assert same == report
     worked.clear()
-    solved(subject_of(tiny_model("llama", layers=3), "int4_awq", "modelopt"), stopped)
+    solved(subject_of(tiny_model("llama", layers=3), preset, "modelopt"), stopped)
     assert len(worked) == 3, "layers of other arguments are solved anew"
 
 
@@ -288,6 +290,15 @@ def test_model_that_runs_as_a_whole_is_solved_at_once(tiny_model: Callable[..., 
     ]
     assert_equal(found[0][0], found[1][0])
     assert list(found[1][1]["layers"]) == ["model"]
+
+
+def test_moments_are_watched_as_far_as_memory_allows() -> None:
+    scheme, toy = PRESETS["int4_awq"].scheme, find_toy_codec("")
+    linears = {name: Linear(name, torch.empty(8, 100), scheme, toy) for name in ("a.q", "a.k", "a.o", "b.up")}
+    units = [Fold(("a.q", "a.k"), "kept"), Fold(("a.o",), "kept"), Fold(("b.up",), "kept")]
+    one = 8 * 100 * 100
+    for limit, counts in ((1, [1, 1, 1]), (2 * one, [2, 1]), (3 * one, [3])):
+        assert [len(group) for group in part_solver.passes(units, linears, limit)] == counts
 
 
 def test_experts_without_tokens_stay_neutral(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
