@@ -7,6 +7,7 @@ the batches. Layers whose smoothing a linear layer before them absorbs come firs
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -63,11 +64,12 @@ class PartSolver:
 
         In place: the part is smoothed then.
         """
-        if any(fold.kind != "kept" for fold in self._own_folds()) and self.part.path:
+        if any(fold.kind != "kept" for fold in self._own_folds) and self.part.path:
             before = self.part.output(0, hidden)
             self.part.change(self.subject.changes(self.linears, self.parameters, coded=False))
             check_outputs(self.part, hidden, before)
 
+    @cached_property
     def _own_folds(self) -> list[Fold]:
         own = set(self.subject.solved_in(self.part))
         return [fold for fold in self.subject.folds if fold.consumers[0] in own]
@@ -77,7 +79,7 @@ class PartSolver:
 
         And those of the folds that are made: a vector that the checkpoint cannot hold is none.
         """
-        own = sorted(self._own_folds(), key=lambda fold: fold.kind != "linear")
+        own = sorted(self._own_folds, key=lambda fold: fold.kind != "linear")
         taken = {module for fold in own for module in fold.consumers}
         rest = input_groups([module for module in modules if module not in taken])
         return own + [Fold(group, "kept") for group in rest], {fold for fold in own if self._is_made(fold)}
@@ -121,7 +123,7 @@ class PartSolver:
 
     def _absorb(self, name: str, factor: Tensor) -> Tensor:
         owner, leaf = name.rpartition(".")[::2]
-        is_norm = any(fold.kind == "norm" and fold.producer == owner for fold in self._own_folds())
+        is_norm = any(fold.kind == "norm" and fold.producer == owner for fold in self._own_folds)
         tensor = read_tensor(self.subject.checkpoint, name)
         norm = self.part.owner_of(name)
         return absorbed(tensor, factor.to(tensor.device), norm, is_norm_weight=is_norm and leaf == "weight")

@@ -30,6 +30,8 @@ from distribute.spill import Spill
 
 #: Records of solved layers, beside their parameters.
 SOLVED = "solved"
+#: Hidden states of each rank that do not fit into memory.
+HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def solve(
         model.check({module for module, scheme in subject.schemes.items() if scheme.is_solved})
     own = batches[ranks.rank :: ranks.world]
     records = _Records(folder, _digest(subject, batches), ranks)
-    states = Spill(folder / f"hidden-{ranks.rank}", limits.activation_bytes, ranks.device)
+    states = Spill(folder / HIDDEN / str(ranks.rank), limits.activation_bytes, ranks.device)
     runs = 2 if subject.is_sequential and model.layerwise else 1
     progress.start("solving", sum(batch.numel() for batch in own) * model.num_parts * runs, "token layers")
     with ranks.together("solve"), computing(threads):
@@ -109,6 +111,7 @@ class _Records:
                 for name in (PARAMETERS, SOLVED):
                     shutil.rmtree(folder / name, ignore_errors=True)
             if ranks.is_first:
+                shutil.rmtree(folder / HIDDEN, ignore_errors=True)  # of a run that ended, of any number of ranks
                 for name in (PARAMETERS, SOLVED):
                     (folder / name).mkdir(parents=True, exist_ok=True)
 

@@ -227,6 +227,7 @@ def test_stopped_run_goes_on_after_its_last_layer(
     (stopped / SOLVED / "2.json").unlink()  # the parameters of the last layer may be there or not
     (stopped / PARAMETERS / "00001.safetensors").touch()
     (stopped / SOLVED / "1.json").unlink()
+    (stopped / "hidden" / "7").mkdir(parents=True)  # of a run of more ranks
     worked: list[str] = []
     inner = part_solver.PartSolver.solve
 
@@ -239,6 +240,7 @@ def test_stopped_run_goes_on_after_its_last_layer(
     assert worked == ["model.layers.1", "model.layers.2"]
     assert_equal(again, whole)
     assert same == report
+    assert not list((stopped / "hidden").glob("*"))
     worked.clear()
     solved(subject_of(tiny_model("llama", layers=3), preset, "modelopt"), stopped)
     assert len(worked) == 3, "layers of other arguments are solved anew"
@@ -250,7 +252,7 @@ def test_limits_of_memory_change_nothing(tiny_model: Callable[..., Path], tmp_pa
     roomy, _ = solved(subject, tmp_path / "a")
     tight, _ = solved(subject, tmp_path / "b", limits=Limits(moments_bytes=1, activation_bytes=1))
     assert_equal(roomy, tight)
-    assert not list(tmp_path.glob("*/hidden-*")), "what was spilled is removed"
+    assert not list(tmp_path.glob("*/hidden/*")), "what was spilled is removed"
 
 
 def test_searched_smoothing_is_not_worse_than_the_fixed_one(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
