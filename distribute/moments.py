@@ -15,8 +15,9 @@ from torch import Tensor
 from distribute.errors import StageError
 from distribute.inputs import channels_absmax
 from distribute.numerics.moments import second_moments
+from distribute.numerics.search import Histogram, histogram
 from distribute.ranks import Ranks
-from distribute.reduce import summed
+from distribute.reduce import summed, united
 
 _SQUARES, _MAGNITUDES = "squares.", "magnitudes."
 
@@ -29,14 +30,20 @@ class Moments:
     absmax: Tensor  # fp32 [in]
     mean: Tensor  # fp32 [in], of magnitudes
     second: Tensor | None  # fp32 [in, in], X^T X; where asked for
+    histogram: Histogram | None = None  # of all magnitudes; where asked for
 
 
 class InputMoments:
-    """Running sums over inputs, by module name on disk. `second`: the products X^T X too. One rank's own."""
+    """Running sums over inputs, by module name on disk. One rank's own.
 
-    def __init__(self, *, second: bool):
+    `second`: the products X^T X too; `histograms`: how often magnitudes are how large.
+    """
+
+    def __init__(self, *, second: bool, histograms: bool = False):
         self.routed: dict[str, int] = {}
         self._second = second
+        self._counted = histograms
+        self._histograms: dict[str, Histogram] = {}
         self._of: dict[str, str] = {}  # module -> the one under whose name its inputs are kept
         self._rows: dict[str, int] = {}
         self._sums: dict[str, Tensor] = {}  # fp64
@@ -75,6 +82,7 @@ class InputMoments:
             of |= own
         rows = _added(own for _, own, _ in records)
         sums = summed(self._sums, ranks)
+        histograms = self._merged_histograms(ranks, device)
         found = {}
         for key in sorted(rows):
             magnitudes = sums.pop(_MAGNITUDES + key)
@@ -83,7 +91,7 @@ class InputMoments:
                 raise StageError(f"the input of {key} is not finite: a layer before it overflowed")
             second = sums.pop(_SQUARES + key).to(torch.float32).to(device) if self._second else None
             mean = (magnitudes / rows[key]).to(torch.float32).to(device)
-            found[key] = Moments(rows[key], absmax, mean, second)
+            found[key] = Moments(rows[key], absmax, mean, second, histograms.get(key))
         return {name: found[key] for name, key in of.items()}, _added(own for _, _, own in records)
 
     def _add(self, key: str, x: Tensor) -> None:
@@ -91,8 +99,26 @@ class InputMoments:
         seen = channels_absmax(x)
         self._absmax[key] = torch.maximum(self._absmax.get(key, seen), seen)
         self._sum(_MAGNITUDES + key, x.abs().sum(dim=0, dtype=torch.float64))
+        if self._counted and bool(seen.isfinite().all()):
+            own = histogram(x)
+            self._histograms[key] = self._histograms[key].merge(own) if key in self._histograms else own
         if self._second:
             self._sum(_SQUARES + key, second_moments(x))
+
+    def _merged_histograms(self, ranks: Ranks, device: torch.device) -> dict[str, Histogram]:
+        record: dict[str, Tensor] = {}
+        for key, own in self._histograms.items():
+            parts = {"counts": own.counts, "exponent": torch.tensor(own.exponent), "largest": own.largest}
+            record |= {f"{ranks.rank}.{name}.{key}": part for name, part in parts.items()}
+        every = {name: part.to(device) for name, part in united(record, ranks).items()}
+        found: dict[str, Histogram] = {}
+        for name, counts in every.items():
+            rank, kind, key = name.split(".", 2)
+            if kind == "counts":
+                exponent, largest = (every[f"{rank}.{other}.{key}"] for other in ("exponent", "largest"))
+                own = Histogram(counts, int(exponent), largest)
+                found[key] = found[key].merge(own) if key in found else own
+        return found
 
     def _sum(self, name: str, value: Tensor) -> None:
         if name in self._sums:

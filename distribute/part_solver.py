@@ -22,6 +22,7 @@ from distribute.layers import expert_of
 from distribute.layerwise import Part
 from distribute.linear import Linear
 from distribute.moments import InputMoments, Moments
+from distribute.ranges import RANGING, input_range
 from distribute.ranks import Ranks
 from distribute.roundings import solve_roundings
 from distribute.scheme import Algorithm
@@ -91,7 +92,8 @@ class PartSolver:
         self, modules: Sequence[str], progress: Progress | None, *, advance: bool
     ) -> tuple[dict[str, Moments], dict[str, int]]:
         algorithms = [self.subject.schemes[module].algorithm for module in modules]
-        observer = InputMoments(second=any(map(needs_second, algorithms)))
+        ranging = any(algorithm.name in RANGING for algorithm in algorithms)
+        observer = InputMoments(second=any(map(needs_second, algorithms)), histograms=ranging)
         wanted = set(modules)
         projections = [projection for projection in self.part.projections if projection.module in wanted]
         everyone = any(algorithm.all_experts for algorithm in algorithms)
@@ -106,7 +108,7 @@ class PartSolver:
         smoothed = {module for fold in group for module in fold.consumers}
         for module in moments.keys() - smoothed:
             if linears[module].scheme.static_inputs:
-                self.parameters[f"{module}.input_absmax"] = moments[module].absmax.amax()
+                self.parameters[f"{module}.input_absmax"] = input_range(linears[module])
         for index, fold in enumerate(group):
             alpha = chosen[index].alpha if index in chosen else None
             how = {"kind": fold.kind, "producer": fold.producer, "alpha": alpha}
@@ -130,8 +132,8 @@ class PartSolver:
 
 
 def needs_second(algorithm: Algorithm) -> bool:
-    """Whether an algorithm works on second moments; fixed SmoothQuant needs ranges alone."""
-    return algorithm.name != "smoothquant" or algorithm.alpha == "search"
+    """Whether an algorithm works on second moments; fixed SmoothQuant needs the largest magnitudes alone."""
+    return algorithm.name in ("awq", "gptq") or (algorithm.name == "smoothquant" and algorithm.alpha == "search")
 
 
 def passes(units: Iterable[Fold], linears: Mapping[str, Linear], moments_bytes: int) -> Iterator[list[Fold]]:

@@ -18,6 +18,7 @@ from distribute.numerics.gptq import Factor, prepare, solve
 from distribute.numerics.moments import ROWS, diagonal_blocks, output_error
 from distribute.numerics.observers import absmax
 from distribute.numerics.search import group_ranges
+from distribute.ranges import RANGING, weight_ranges
 from distribute.ranks import Ranks
 from distribute.reduce import united
 
@@ -63,9 +64,9 @@ def solve_roundings(
 ) -> tuple[dict[str, Linear], dict[str, Cost], list[str]]:
     """The layers with what was found, each one's cost, and those that GPTQ could not solve. Called by all ranks.
 
-    Layers that no token reached are returned as they are, without a cost.
+    A layer that no token reached is returned as it is where tokens are needed. Costs are of layers with moments.
     """
-    live = {module: linear for module, linear in linears.items() if linear.has_second_moments}
+    live = {m: one for m, one in linears.items() if one.has_second_moments or one.algorithm.name in RANGING}
     found: dict[str, Tensor] = {}
     for run, pieces in _solved(live, shares(live, ranks.world)[ranks.rank]):
         found |= {f"{run.module}.{name}.{run.rows.start}": piece for name, piece in pieces.items()}
@@ -77,8 +78,9 @@ def solve_roundings(
     fallen = []
     for module, linear in live.items():
         whole = {n: torch.cat([piece for _, piece in sorted(p, key=_start)]) for n, p in parameters[module].items()}
-        nearest, size, solved, size_solved = whole.pop("errors").sum(dim=0).tolist()
-        costs[module] = Cost(nearest / (size or 1.0), solved / (size_solved or 1.0))
+        if linear.has_second_moments:
+            nearest, size, solved, size_solved = whole.pop("errors").sum(dim=0).tolist()
+            costs[module] = Cost(nearest / (size or 1.0), solved / (size_solved or 1.0))
         if bool(whole.pop("fallen").any()):
             fallen.append(module)
         result[module] = linear.with_parameters({n: v.to(linear.weight.device) for n, v in whole.items()})
@@ -90,15 +92,15 @@ def _start(item: tuple[int, Tensor]) -> int:
 
 
 def _solved(linears: Mapping[str, Linear], runs: list[Run]) -> Iterator[tuple[Run, dict[str, Tensor]]]:
-    """What was found for each run, its errors [1, 4] fp64 (see `_errors`), and `fallen` [1] bool."""
+    """What was found for each run, its errors [1, 4] fp64 (see `_errors`) where known, and `fallen` [1] bool."""
     factors: dict[int, Factor] = {}
     for run in runs:
         linear = linears[run.module]
         moments = linear.input_moments()
-        assert moments is not None
         rows = slice(run.rows.start, run.rows.stop)
         pieces, fallen = _round(linear, rows, moments, factors)
-        pieces["errors"] = _errors(linear, rows, moments, pieces)[None]
+        if moments is not None:
+            pieces["errors"] = _errors(linear, rows, moments, pieces)[None]
         pieces["fallen"] = torch.tensor([fallen])
         yield run, pieces
 
@@ -119,10 +121,13 @@ def _errors(linear: Linear, rows: slice, moments: Tensor, pieces: Mapping[str, T
 
 
 def _round(
-    linear: Linear, rows: slice, moments: Tensor, factors: dict[int, Factor]
+    linear: Linear, rows: slice, moments: Tensor | None, factors: dict[int, Factor]
 ) -> tuple[dict[str, Tensor], bool]:
     """Parameters of these rows; whether GPTQ had to give up."""
     algorithm, weight = linear.algorithm, linear.smoothed[rows]
+    if moments is None or algorithm.name in RANGING:
+        chosen = weight_ranges(linear, rows)
+        return ({} if chosen is None else _ends(chosen)), False
     if algorithm.name == "gptq":
         key = id(linear.moments)
         if key not in factors:

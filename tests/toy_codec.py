@@ -26,13 +26,17 @@ class ToyCodec:
     def encode(
         self, rows: Tensor, values: Mapping[str, Tensor], *, ranges: Ranges | None = None, codes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        grid = self.grid(ranges or group_ranges(rows, GROUP), rows.dtype)
+        ranges = ranges or group_ranges(rows, GROUP)
+        grid = self.grid(ranges, rows.dtype)
         if codes is None:
-            codes = torch.cat([grid.codes(part, index) for index, part in enumerate(rows.split(GROUP, dim=1))], dim=1)
+            parts = rows.split(rows.shape[1] // ranges.low.shape[1], dim=1)
+            codes = torch.cat([grid.codes(part, index) for index, part in enumerate(parts)], dim=1)
         return {"weight": codes, "weight_scale": grid.scale}
 
     def decode(self, stored: Mapping[str, Tensor], width: int) -> Tensor:
-        return stored["weight"].float() * stored["weight_scale"].repeat_interleave(GROUP, dim=1)
+        return stored["weight"].float() * stored["weight_scale"].repeat_interleave(
+            width // stored["weight_scale"].shape[1], dim=1
+        )
 
 
 def find_toy_codec(key: str) -> ToyCodec:

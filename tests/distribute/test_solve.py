@@ -19,7 +19,7 @@ from distribute.folds import Fold, plan_folds
 from distribute.job import Progress
 from distribute.layers import QUANTIZE, decide
 from distribute.linear import Linear
-from distribute.moments import Moments
+from distribute.moments import InputMoments, Moments
 from distribute.numerics.gptq import Factor
 from distribute.ranks import Ranks
 from distribute.recipe import Recipe
@@ -357,8 +357,8 @@ def test_too_many_layers_that_gptq_gave_up_on(
 KINDS_BY_PRESET = {"int4_gptq": "llama", "int4_awq": "mixtral"}
 
 
-def solve_on_ranks(folders: dict[str, str], out: str) -> list[dict[str, Any]]:
-    """Runs on each rank: the reports by preset."""
+def solve_on_ranks(folders: dict[str, str], out: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Runs on each rank: the reports by preset, and a histogram of inputs."""
     coded.find_codec = find_toy_codec  # type: ignore[assignment]
     batches = token_batches()  # two: one of three ranks has none
     reports = []
@@ -368,15 +368,22 @@ def solve_on_ranks(folders: dict[str, str], out: str) -> list[dict[str, Any]]:
             own.mkdir(parents=True, exist_ok=True)
             subject = subject_of(Path(folder), preset, "compressed-tensors")
             reports.append(solve(subject, batches, ranks=ranks, folder=own, progress=Progress(own, ranks.rank)))
-    return reports
+        observer = InputMoments(second=False, histograms=True)
+        for batch in batches[ranks.rank :: ranks.world]:
+            observer.see(("a.b",), batch[:, :16] / 100 * len(batch))
+        histogram = observer.reduced(ranks, ranks.device)[0]["a.b"].histogram
+        assert histogram is not None
+        return reports, [histogram.exponent, *histogram.counts.tolist()]
 
 
 def test_world_size_does_not_change_what_is_found(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     folders = {preset: str(tiny_model(kind)) for preset, kind in KINDS_BY_PRESET.items()}
-    alone = solve_on_ranks(folders, str(tmp_path / "1"))
+    alone, histogram = solve_on_ranks(folders, str(tmp_path / "1"))
     ranks = run_ranks(solve_on_ranks, 3, folders, str(tmp_path / "3"))
     assert ranks[0] == ranks[1] == ranks[2]
-    for preset, own, many in zip(folders, alone, ranks[0], strict=True):
+    assert ranks[0][1] == histogram
+    assert sum(histogram[1:]) == sum(batch[:, :16].numel() for batch in token_batches())
+    for preset, own, many in zip(folders, alone, ranks[0][0], strict=True):
         assert own["layers"].keys() == many["layers"].keys()
         assert own["layers"]["model.layers.0"]["coverage"] == many["layers"]["model.layers.0"]["coverage"]
         # Sums over batches are made in another order, in fp64: at most single bits may differ, and here none do.
