@@ -1,8 +1,8 @@
 """Write tests/golden: tiny checkpoints and what the reference exporters make of them.
 
-    python tests/oracle/make_goldens.py sources            transformers
-    python tests/oracle/make_goldens.py modelopt           nvidia-modelopt 0.47.0 (dependency group `oracle`)
-    python tests/oracle/make_goldens.py compressed-tensors compressed-tensors 0.20.1
+    python -m tests.oracle.make_goldens sources            transformers
+    python -m tests.oracle.make_goldens modelopt           nvidia-modelopt 0.47.0 (dependency group `oracle`)
+    python -m tests.oracle.make_goldens compressed-tensors compressed-tensors 0.20.1
 
 One folder a case:
 
