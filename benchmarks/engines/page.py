@@ -44,14 +44,14 @@ class Page:
     Attributes:
         records: by case, dialect and engine.
         refused: case and dialect -> the message with which this project refuses that recipe.
-        numbers: engine and message -> number, filled while cells are written.
+        messages: of each engine, filled while cells are written.
     """
 
     cases: Sequence[Case]
     engines: Sequence[Engine]
     records: dict[tuple[str, str, str], Record]
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
-    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    messages: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def make_text(self, *, prompt: str, date: datetime.date) -> str:
         """The whole page."""
@@ -68,7 +68,7 @@ class Page:
             parts.append(f"## {dialect}\n\n" + self._table(case for case in self.cases if case.dialect == dialect))
         refusals = (
             f"{number}. {engine}: `{message.replace('`', chr(39))}`<br>{explain(message)}"
-            for (engine, message), number in self.numbers.items()
+            for number, ((engine, _), message) in enumerate(self.messages.items(), 1)
         )
         return "\n".join([*parts, "## Refusals\n", *refusals]) + "\n"
 
@@ -92,7 +92,7 @@ class Page:
         words = [self._outcome(record, source, engine)]
         for helped in self.engines:
             again = self.records.get((case.name, case.dialect, helped.key))
-            if helped.after == engine.key and record.error and again is not None:
+            if helped.after == engine.key and again is not None and record.error not in ("", again.error):
                 words.append(f"({self._outcome(again, source, helped)})")
         return " ".join(words)
 
@@ -115,7 +115,10 @@ class Page:
         return " ".join(words)
 
     def _number(self, engine: str, message: str) -> str:
-        return f"[{self.numbers.setdefault((engine, _one_line(message)), len(self.numbers) + 1)}]"
+        """One number for messages that differ in figures alone, like columns of a file."""
+        key = (engine, re.sub(r"\d+", "0", _one_line(message)))
+        self.messages.setdefault(key, _one_line(message))
+        return f"[{list(self.messages).index(key) + 1}]"
 
 
 def _begins_alike(answer: str, expected: str) -> bool:

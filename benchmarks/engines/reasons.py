@@ -4,13 +4,24 @@ import re
 
 #: (pattern of the message, sentence); the first that is found in the message explains it.
 REASONS: tuple[tuple[str, str], ...] = (
-    (r"quantized in the modelopt dialect, which inference engines run", "transformers has no code for that dialect."),
-    (r"_C::static_scaled_fp8_quant|no attribute '\w*fp8_quant'", "The CPU build has no such operation; GPUs have."),
-    (r"^not done in", "The CPU build multiplies fp8 matrices one number at a time: too slow to wait for."),
-    (r"requires AMX tile", "The kernel needs a processor with AMX."),
-    (r"Failed to find a kernel|Failed to find .* kernel", "The CPU build has no kernel for that format; GPUs have."),
-    (r"ModelOpt currently only supports", "That vLLM reads no such algorithm of that dialect."),
-)
+    ("quantized in the modelopt dialect, which inference engines run", "transformers has no code for that dialect."),
+    ("has no compressed-tensors form", "This project writes only what some engine reads."),
+    (r"in sglang\.|only supports regular FP8", "SGLang reads FP8, NVFP4 and MXFP8 of that dialect, and mixtures."),
+    ("ModelOpt currently only supports", "vLLM reads those algorithms of that dialect; TensorRT-LLM has the others."),
+    (
+        "unsupported ModelOpt mixed algorithm|no supported FP8 or NVFP4 groups",
+        "mistral.rs reads FP8 and NVFP4, and no other format.",
+    ),
+    ("No compressed-tensors compatible scheme|Activation-quantized float4 is only",
+     "SGLang knows no such combination of formats in that dialect."),
+    ("is not divisible by weight quantization block_n",
+     "vLLM wants whole blocks in each projection that it fuses, and the demo model's have 192 and 576 rows."),
+    ("_C::static_scaled_fp8_quant", "GPUs have that operation; the CPU build has not."),
+    ("requires AMX tile", "The kernel for CPUs needs one with AMX, which this machine has not."),
+    ("WNA16 linear layer", "The CPU build has kernels for int4 weights only."),
+    ("Failed to find a kernel|Forced NVFP4 kernel", "GPUs have kernels for that format; the CPU build has none."),
+    ("^not done in", "Too slow without a kernel for CPUs."),
+)  # fmt: skip
 UNKNOWN = "Not looked into yet."
 
 

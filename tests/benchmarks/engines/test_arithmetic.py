@@ -14,11 +14,11 @@ from benchmarks.engines.readers.arithmetic import (
 
 def test_mxfp4_rounds_ties_to_even_codes_and_keeps_what_the_format_has() -> None:
     x = torch.zeros(1, 64)
-    x[0, :12] = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.75, -3.0, 0.26, 7.9])
-    x[0, 32] = 2.0**-60
+    x[0, :12] = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.75, -3.0, 0.26, 6.9])
+    x[0, 32:34] = torch.tensor([7.0, 5.0]) * 2.0**-60  # from 7 on, the scale is twice as large
     expected = torch.zeros(1, 64)
     expected[0, :12] = torch.tensor([4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -1.0, -3.0, 0.5, 6.0])
-    expected[0, 32] = 2.0**-60
+    expected[0, 32:34] = torch.tensor([8.0, 4.0]) * 2.0**-60
     assert torch.equal(round_to_mxfp4(x), expected)
     assert torch.equal(round_to_mxfp4(torch.zeros(2, 32, dtype=torch.bfloat16)), torch.zeros(2, 32).bfloat16())
 

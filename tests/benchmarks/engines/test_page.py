@@ -69,10 +69,20 @@ def test_a_refusal_points_to_its_message_and_what_ran_with_help_stands_behind_it
     ]
 
 
+def test_a_message_is_told_once_whatever_its_figures_and_not_again_when_help_did_not_help() -> None:
+    found = rows(
+        Record("fp8", "modelopt", "vllm", "", error="no kernel at line 7"),
+        Record("fp8", "modelopt", "vllm-emulated", "", error="no kernel at line 7"),
+        Record("int8", "modelopt", "vllm", "", error="no kernel at line 8"),
+    )
+    assert found["fp8"][0] == found["int8"][0] == "[1]"
+    assert found["refusals"] == [f"1. vLLM, CPU: `no kernel at line 7`<br>{UNKNOWN}"]
+
+
 def test_an_engine_that_fails_after_its_answer_shows_both() -> None:
     found = rows(Record("fp8", "modelopt", "vllm", "", answer=" Paris.", error="not done in 300 s"))
     assert found["fp8"][0] == "✓ [1]"
-    assert "too slow" in found["refusals"][0]
+    assert "Too slow" in found["refusals"][0]
 
 
 def test_a_recipe_that_this_project_refuses_is_told_and_not_tried() -> None:
@@ -95,7 +105,8 @@ def test_every_preset_is_tried_in_every_dialect_with_a_group_size_that_fits_the_
 
 
 def test_a_known_message_is_explained() -> None:
-    assert "AMX" in explain("ValueError: CPUFp8 requires AMX tile support")
+    assert "AMX" in explain("ValueError: Failed to find a kernel: CPUFp8 requires AMX tile support")
+    assert explain("ModelOpt currently only supports: FP8 in sglang.").startswith("SGLang")
     assert explain("what is this") == UNKNOWN
 
 
