@@ -1,0 +1,158 @@
+"""Who makes quantized checkpoints: this project and its two peers, from the same model, samples and thread count.
+
+Each works in a process of its own; a peer with the Python that it is installed in. What a maker says is a `Made`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distribute.recipe import Recipe
+from distribute.scheme import PRESETS, Scheme
+from tasks.demo_model import cache_folder
+
+OURS = "nogather"
+#: Peer -> the dialect of its checkpoints.
+PEERS = {"modelopt": "modelopt", "llmcompressor": "compressed-tensors"}
+VERSIONS = {"modelopt": "nvidia-modelopt 0.47.0", "llmcompressor": "llm-compressor 0.14.0.1"}
+#: The demo model's hidden size, 576, is a multiple of 64 and not of 128, which the presets of int4 have.
+GROUP_SIZE = 64
+TIME_LIMIT_S = 3600
+#: Stages of our pipeline that a peer has, too; it neither verifies nor publishes.
+COMPARED_STAGES = ("calibrate", "quantize", "export")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint: who makes it, and what of."""
+
+    maker: str
+    preset: str
+    dialect: str
+
+    @property
+    def key(self) -> str:
+        """Names files."""
+        return f"{self.maker}.{self.preset}.{self.dialect}"
+
+    @property
+    def recipe(self) -> Recipe:
+        """What our own maker is asked for."""
+        sized = {"group_size": GROUP_SIZE} if self._is_int4 else {}
+        return Recipe.model_validate({"preset": self.preset, "dialect": self.dialect, **sized})
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the checkpoint is coded."""
+        return self.recipe.scheme_of(self.preset)
+
+    @property
+    def _is_int4(self) -> bool:
+        return PRESETS[self.preset].for_dialect(self.dialect).weights.format == "int4"
+
+
+@dataclass(frozen=True)
+class Made:
+    """`seconds`: of work, without imports; `wall_s`: of the process. `error`: why there is no checkpoint."""
+
+    seconds: float = 0.0
+    wall_s: float = 0.0
+    peak_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all makers are given. `text`: the file that `samples` were taken from, as our pipeline takes them."""
+
+    model: Path
+    text: Path
+    samples: Sequence[Sequence[int]]
+    threads: int
+    home: Path
+
+
+def home_folder() -> Path:
+    """$NOGATHER_QUALITY, or `quality` beside the demo's files."""
+    default = cache_folder().parent / "quality"
+    return Path(os.environ.get("NOGATHER_QUALITY") or default).expanduser().absolute()
+
+
+def python_of(maker: str, home: Path) -> Path:
+    """The interpreter that a maker is installed in."""
+    return home / "llmcompressor" / "bin" / "python" if maker == "llmcompressor" else Path(sys.executable)
+
+
+def make(case: Case, work: Work, folder: Path) -> Made:
+    """Write a checkpoint to `folder`."""
+    return (_make_ours if case.maker == OURS else _make_peers)(case, work, folder)
+
+
+def _make_ours(case: Case, work: Work, folder: Path) -> Made:
+    """The whole pipeline by the command line, with a new workspace, so that no stage is found done."""
+    workspace = work.home / "workspace" / case.key
+    shutil.rmtree(workspace, ignore_errors=True)
+    recipe = _write(work.home / "jobs" / f"{case.key}.yaml", case.recipe.model_dump(exclude_defaults=True))
+    options = {
+        "--recipe": recipe, "--dialect": case.dialect, "--calib": work.text, "--samples": len(work.samples),
+        "--seq-len": len(work.samples[0]), "--nproc": 1, "--to": folder, "--workspace": workspace,
+    }  # fmt: skip
+    command = [str(Path(sys.executable).with_name("nogather")), "run", str(work.model)]
+    words = [str(word) for option in options.items() for word in option]
+    done, wall = _run([*command, "--direct", "--overwrite", "--json", *words], work.threads)
+    if done.returncode != 0:
+        return Made(wall_s=wall, error=_last_line(done.stderr).removeprefix("error: "))
+    folders = [Path(row["folder"]) for row in json.loads(done.stdout)["stages"]]
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    counted = [result for result in results if result["stage"] in COMPARED_STAGES]
+    shutil.rmtree(workspace)
+    return Made(
+        seconds=sum(result["seconds"] for result in counted),
+        wall_s=wall,
+        peak_bytes=max(max(result["peak_memory_bytes"]) for result in counted),
+    )
+
+
+def _make_peers(case: Case, work: Work, folder: Path) -> Made:
+    python = python_of(case.maker, work.home)
+    if not python.exists():
+        return Made(error=f"{VERSIONS[case.maker]} is not installed: {python} is missing")
+    job = {
+        "model": str(work.model), "samples": work.samples, "preset": case.preset, "group_size": GROUP_SIZE,
+        "out": str(folder), "threads": work.threads,
+    }  # fmt: skip
+    path = _write(work.home / "jobs" / f"{case.key}.json", job)
+    script = Path(__file__).with_name(f"peer_{case.maker}.py")
+    done, wall = _run([str(python), str(script), str(path)], work.threads)
+    _write(work.home / "logs" / f"{case.key}.txt", done.stdout + done.stderr)
+    if done.returncode != 0:
+        return Made(wall_s=wall, error=_last_line(done.stderr))
+    said = json.loads(_last_line(done.stdout))
+    return Made(said["seconds"], wall, said["peak_bytes"])
+
+
+def _run(command: list[str], threads: int) -> tuple[subprocess.CompletedProcess[str], float]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    started = time.monotonic()
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=False,
+        timeout=TIME_LIMIT_S,
+    )  # fmt: skip
+    return done, time.monotonic() - started
+
+
+def _write(path: Path, value: Mapping[str, Any] | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["it said nothing"])[-1]
