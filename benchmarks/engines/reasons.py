@@ -5,6 +5,7 @@ import re
 #: (pattern of the message, sentence); the first that is found in the message explains it.
 REASONS: tuple[tuple[str, str], ...] = (
     ("quantized in the modelopt dialect, which inference engines run", "transformers has no code for that dialect."),
+    ("ignore_mismatched_sizes", "transformers looks for zero points unpacked; packed is how the reference writes them."),
     ("has no compressed-tensors form", "This project writes only what some engine reads."),
     (r"in sglang\.|only supports regular FP8", "SGLang reads FP8, NVFP4 and MXFP8 of that dialect, and mixtures."),
     ("ModelOpt currently only supports", "vLLM reads those algorithms of that dialect; TensorRT-LLM has the others."),
@@ -14,8 +15,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("No compressed-tensors compatible scheme|Activation-quantized float4 is only",
      "SGLang knows no such combination of formats in that dialect."),
-    ("is not divisible by weight quantization block_n",
-     "vLLM wants whole blocks in each projection that it fuses, and the demo model's have 192 and 576 rows."),
+    ("is not divisible by weight quantization block_n|requires in divisible by 128",
+     "vLLM wants whole blocks of 128, and the demo model has sizes of 192 and 576."),
     ("_C::static_scaled_fp8_quant", "GPUs have that operation; the CPU build has not."),
     ("requires AMX tile", "The kernel for CPUs needs one with AMX, which this machine has not."),
     ("WNA16 linear layer", "The CPU build has kernels for int4 weights only."),
