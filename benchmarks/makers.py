@@ -5,14 +5,12 @@ Each works in a process of its own; a peer with the Python that it is installed 
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distribute.recipe import Recipe
 from distribute.scheme import PRESETS, Scheme
@@ -24,9 +22,10 @@ PEERS = {"modelopt": "modelopt", "llmcompressor": "compressed-tensors"}
 VERSIONS = {"modelopt": "nvidia-modelopt 0.47.0", "llmcompressor": "llm-compressor 0.14.0.1"}
 #: The demo model's hidden size, 576, is a multiple of 64 and not of 128, which the presets of int4 have.
 GROUP_SIZE = 64
+ROOT = Path(__file__).resolve().parents[1]
 TIME_LIMIT_S = 3600
-#: Stages of our pipeline that a peer has, too; it neither verifies nor publishes.
-COMPARED_STAGES = ("calibrate", "quantize", "export")
+#: Run as programs, each by the Python of its maker.
+SCRIPTS = {OURS: "own_stages.py", "modelopt": "peer_modelopt.py", "llmcompressor": "peer_llmcompressor.py"}
 
 
 @dataclass(frozen=True)
@@ -91,46 +90,17 @@ def python_of(maker: str, home: Path) -> Path:
 
 
 def make(case: Case, work: Work, folder: Path) -> Made:
-    """Write a checkpoint to `folder`."""
-    return (_make_ours if case.maker == OURS else _make_peers)(case, work, folder)
-
-
-def _make_ours(case: Case, work: Work, folder: Path) -> Made:
-    """The whole pipeline by the command line, with a new workspace, so that no stage is found done."""
-    workspace = work.home / "workspace" / case.key
-    shutil.rmtree(workspace, ignore_errors=True)
-    recipe = _write(work.home / "jobs" / f"{case.key}.yaml", case.recipe.model_dump(exclude_defaults=True))
-    options = {
-        "--recipe": recipe, "--dialect": case.dialect, "--calib": work.text, "--samples": len(work.samples),
-        "--seq-len": len(work.samples[0]), "--nproc": 1, "--to": folder, "--workspace": workspace,
-    }  # fmt: skip
-    command = [str(Path(sys.executable).with_name("nogather")), "run", str(work.model)]
-    words = [str(word) for option in options.items() for word in option]
-    done, wall = _run([*command, "--direct", "--overwrite", "--json", *words], work.threads)
-    if done.returncode != 0:
-        return Made(wall_s=wall, error=_last_line(done.stderr).removeprefix("error: "))
-    folders = [Path(row["folder"]) for row in json.loads(done.stdout)["stages"]]
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    counted = [result for result in results if result["stage"] in COMPARED_STAGES]
-    shutil.rmtree(workspace)
-    return Made(
-        seconds=sum(result["seconds"] for result in counted),
-        wall_s=wall,
-        peak_bytes=max(max(result["peak_memory_bytes"]) for result in counted),
-    )
-
-
-def _make_peers(case: Case, work: Work, folder: Path) -> Made:
+    """Write a checkpoint to `folder`, which must not exist."""
     python = python_of(case.maker, work.home)
     if not python.exists():
         return Made(error=f"{VERSIONS[case.maker]} is not installed: {python} is missing")
     job = {
-        "model": str(work.model), "samples": work.samples, "preset": case.preset, "group_size": GROUP_SIZE,
+        "model": str(work.model), "text": str(work.text), "samples": work.samples, "preset": case.preset,
+        "recipe": case.recipe.model_dump(mode="json", exclude_defaults=True), "group_size": GROUP_SIZE,
         "out": str(folder), "threads": work.threads,
     }  # fmt: skip
-    path = _write(work.home / "jobs" / f"{case.key}.json", job)
-    script = Path(__file__).with_name(f"peer_{case.maker}.py")
-    done, wall = _run([str(python), str(script), str(path)], work.threads)
+    path = _write(work.home / "jobs" / f"{case.key}.json", json.dumps(job))
+    done, wall = _run([str(python), str(Path(__file__).with_name(SCRIPTS[case.maker])), str(path)], work.threads)
     _write(work.home / "logs" / f"{case.key}.txt", done.stdout + done.stderr)
     if done.returncode != 0:
         return Made(wall_s=wall, error=_last_line(done.stderr))
@@ -139,7 +109,7 @@ def _make_peers(case: Case, work: Work, folder: Path) -> Made:
 
 
 def _run(command: list[str], threads: int) -> tuple[subprocess.CompletedProcess[str], float]:
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=False,
@@ -148,9 +118,9 @@ def _run(command: list[str], threads: int) -> tuple[subprocess.CompletedProcess[
     return done, time.monotonic() - started
 
 
-def _write(path: Path, value: Mapping[str, Any] | str) -> Path:
+def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")  # JSON is YAML
+    path.write_text(text, encoding="utf-8")
     return path
 
 
