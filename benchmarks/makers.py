@@ -84,14 +84,15 @@ def home_folder() -> Path:
     return Path(os.environ.get("NOGATHER_QUALITY") or default).expanduser().absolute()
 
 
-def python_of(maker: str, home: Path) -> Path:
+def python_of(maker: str) -> Path:
     """The interpreter that a maker is installed in."""
-    return home / "llmcompressor" / "bin" / "python" if maker == "llmcompressor" else Path(sys.executable)
+    own = home_folder() / "llmcompressor" / "bin" / "python"
+    return own if maker == "llmcompressor" else Path(sys.executable)
 
 
 def make(case: Case, work: Work, folder: Path) -> Made:
     """Write a checkpoint to `folder`, which must not exist."""
-    python = python_of(case.maker, work.home)
+    python = python_of(case.maker)
     if not python.exists():
         return Made(error=f"{VERSIONS[case.maker]} is not installed: {python} is missing")
     job = {
