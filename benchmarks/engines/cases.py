@@ -106,5 +106,6 @@ def make_checkpoint(case: Case, model: Path, text: DemoText, home: Path, *, samp
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.write_text(made.stdout + made.stderr, encoding="utf-8")
     if made.returncode != 0:
-        return (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1].removeprefix("error: ")
+        message = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
+        return message.removeprefix("error: ").replace(str(recipe), "RECIPE")
     return folder

@@ -23,7 +23,7 @@ SmolLM2-135M-Instruct with every preset, in both dialects, and each engine loade
   does not begin as the source's does, it is shown.
 - **(+1.2 %)**: the CPU build of vLLM has no kernel, so its missing operations were replaced by plain arithmetic
   ([emulate.py](../benchmarks/engines/readers/emulate.py)): vLLM's config, loader and fusing are tried, its GPU
-  kernels are not.
+  kernels are not. (Its own arithmetic for MXFP8 leaves the inputs as they are.)
 - **reads**: the newest release's own parser took the config, and as what; no weight was loaded, since its kernels are
   for GPUs.
 - **[n]**: refused; the message is below. "{none}": not tried, because there was no such checkpoint.
@@ -115,8 +115,8 @@ class Page:
         return " ".join(words)
 
     def _number(self, engine: str, message: str) -> str:
-        """One number for messages that differ in figures alone, like columns of a file."""
-        key = (engine, re.sub(r"\d+", "0", _one_line(message)))
+        """One number for messages that differ in places of a file alone."""
+        key = (engine, re.sub(r"at line \d+ column \d+", "", _one_line(message)))
         self.messages.setdefault(key, _one_line(message))
         return f"[{list(self.messages).index(key) + 1}]"
 

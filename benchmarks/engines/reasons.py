@@ -5,13 +5,14 @@ import re
 #: (pattern of the message, sentence); the first that is found in the message explains it.
 REASONS: tuple[tuple[str, str], ...] = (
     ("quantized in the modelopt dialect, which inference engines run", "transformers has no code for that dialect."),
-    ("ignore_mismatched_sizes", "transformers looks for zero points unpacked; packed is how the reference writes them."),
-    ("has no compressed-tensors form", "This project writes only what some engine reads."),
+    ("ignore_mismatched_sizes", "transformers looks for unpacked zero points; the reference packs them, too."),
+    ("ha(s|ve) no [a-z-]+ form", "This project writes only what some engine reads."),
+    ("unflatten: Provided sizes", "transformers wants inputs in whole groups of 128; the demo model has 576."),
     (r"in sglang\.|only supports regular FP8", "SGLang reads FP8, NVFP4 and MXFP8 of that dialect, and mixtures."),
     ("ModelOpt currently only supports", "vLLM reads those algorithms of that dialect; TensorRT-LLM has the others."),
     (
-        "unsupported ModelOpt mixed algorithm|no supported FP8 or NVFP4 groups",
-        "mistral.rs reads FP8 and NVFP4, and no other format.",
+        "unsupported ModelOpt mixed algorithm|no supported FP8 or NVFP4 groups|unsupported compressed-tensors FP8",
+        "mistral.rs reads FP8 (weights, rows, blocks) and NVFP4, and no other format.",
     ),
     ("No compressed-tensors compatible scheme|Activation-quantized float4 is only",
      "SGLang knows no such combination of formats in that dialect."),

@@ -69,14 +69,14 @@ def test_a_refusal_points_to_its_message_and_what_ran_with_help_stands_behind_it
     ]
 
 
-def test_a_message_is_told_once_whatever_its_figures_and_not_again_when_help_did_not_help() -> None:
+def test_a_message_is_told_once_wherever_in_a_file_it_points_and_not_again_when_help_did_not_help() -> None:
     found = rows(
-        Record("fp8", "modelopt", "vllm", "", error="no kernel at line 7"),
-        Record("fp8", "modelopt", "vllm-emulated", "", error="no kernel at line 7"),
-        Record("int8", "modelopt", "vllm", "", error="no kernel at line 8"),
+        Record("fp8", "modelopt", "vllm", "", error="no kernel at line 7 column 1"),
+        Record("fp8", "modelopt", "vllm-emulated", "", error="no kernel at line 7 column 1"),
+        Record("int8", "modelopt", "vllm", "", error="no kernel at line 8 column 22"),
     )
     assert found["fp8"][0] == found["int8"][0] == "[1]"
-    assert found["refusals"] == [f"1. vLLM, CPU: `no kernel at line 7`<br>{UNKNOWN}"]
+    assert found["refusals"] == [f"1. vLLM, CPU: `no kernel at line 7 column 1`<br>{UNKNOWN}"]
 
 
 def test_an_engine_that_fails_after_its_answer_shows_both() -> None:
