@@ -59,9 +59,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """`seconds`: of work, without imports; `wall_s`: of the process. `error`: why there is no checkpoint."""
+    """`seconds`, `cpu_s`: of work, without imports; `wall_s`: of the process. `error`: why there is no checkpoint."""
 
     seconds: float = 0.0
+    cpu_s: float = 0.0
     wall_s: float = 0.0
     peak_bytes: int = 0
     error: str = ""
@@ -106,7 +107,7 @@ def make(case: Case, work: Work, folder: Path) -> Made:
     if done.returncode != 0:
         return Made(wall_s=wall, error=_last_line(done.stderr))
     said = json.loads(_last_line(done.stdout))
-    return Made(said["seconds"], wall, said["peak_bytes"])
+    return Made(**said, wall_s=wall)
 
 
 def _run(command: list[str], threads: int) -> tuple[subprocess.CompletedProcess[str], float]:

@@ -53,16 +53,16 @@ def main() -> None:
     shutil.rmtree(workspace, ignore_errors=True)
     for stage in STAGES:
         import_module(f"distribute.{stage}")
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     with Ranks.start() as ranks:
         for one in make_jobs(job, workspace):
             one.write()
             run_stage(one, ranks)
-    seconds = time.monotonic() - started
+    seconds, cpu_s = time.monotonic() - started, time.process_time() - cpu
     (workspace / "export" / CHECKPOINT).replace(job["out"])
     shutil.rmtree(workspace)
     peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-    sys.stdout.write("\n" + json.dumps({"seconds": seconds, "peak_bytes": peak}) + "\n")
+    sys.stdout.write("\n" + json.dumps({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak}) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,14 +58,14 @@ def main() -> None:
             for batch in ids.split(BATCH):
                 model(batch, use_cache=False)
 
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto").eval()
     mtq.quantize(model, make_config(job["preset"], job["group_size"]), forward_loop=run_samples)
     with torch.inference_mode():
         export_hf_checkpoint(model, export_dir=job["out"])
-    seconds = time.monotonic() - started
+    seconds, cpu_s = time.monotonic() - started, time.process_time() - cpu
     peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-    sys.stdout.write("\n" + json.dumps({"seconds": seconds, "peak_bytes": peak}) + "\n")
+    sys.stdout.write("\n" + json.dumps({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak}) + "\n")
 
 
 if __name__ == "__main__":

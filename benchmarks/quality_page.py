@@ -45,6 +45,7 @@ class Judged:
     perplexity: float = 0.0
     judged_on: str = ""
     seconds: float = 0.0
+    cpu_s: float = 0.0
     wall_s: float = 0.0
     peak_bytes: int = 0
     error: str = ""
