@@ -1,9 +1,10 @@
 """Calibration, quantization and export against both peers: `python -m benchmarks.algorithms [--only PATTERN]`.
 
-Same model, samples and thread count for all, who take turns in one run; each works in a process of its own. What counts
-is the median of its seconds from opening the model to the written checkpoint, without imports. Beside it stand the CPU
-seconds of the same work, which others on the machine disturb less; the wall time of the whole process, imports and all;
-and its peak memory. A peer that is missing or fails is shown as such; `benchmarks.quality` says how to install one.
+Same model, samples and thread count for all, who take turns in one run; each works in a process of its own. What
+counts is the median of its seconds from opening the model to the written checkpoint, without imports. Beside it
+stand the CPU seconds of the same work, which others on the machine disturb less; the wall time of the whole
+process, imports and all; and its peak memory. A peer that is missing or fails is shown as such;
+`benchmarks.quality` says how to install one.
 
     target   5 times faster than either peer: fp8 with static inputs, int8_smoothquant, nvfp4
              not slower: int4_awq, int4_gptq
