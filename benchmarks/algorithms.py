@@ -44,8 +44,13 @@ class Measured:
     def of(cls, turns: list[Made]) -> "Measured":
         """The medians."""
         error = next((turn.error for turn in turns if turn.error), "")
-        fields = ("seconds", "cpu_s", "wall_s", "peak_bytes")
-        return cls(*(median(getattr(turn, field) for turn in turns) for field in fields), error)
+        return cls(
+            median(turn.seconds for turn in turns),
+            median(turn.cpu_s for turn in turns),
+            median(turn.wall_s for turn in turns),
+            median(turn.peak_bytes for turn in turns),
+            error,
+        )
 
 
 def main() -> None:
@@ -81,18 +86,8 @@ def cases_of(preset: str, peers: Iterable[str]) -> list[Case]:
 
 def make_table(preset: str, measured: dict[Case, Measured]) -> Table:
     """One row a maker."""
-    table = Table(
-        "maker",
-        "dialect",
-        "seconds",
-        "CPU s",
-        "wall s",
-        "peak MB",
-        "times faster",
-        "by CPU s",
-        "target",
-        title=preset,
-    )
+    columns = ("maker", "dialect", "seconds", "CPU s", "wall s", "peak MB", "times faster", "by CPU s", "target")
+    table = Table(*columns, title=preset)
     for row in _rows(measured):
         table.add_row(*row)
     return table

@@ -22,7 +22,7 @@ from distribute.dialects.table import DIALECTS
 from distribute.numerics.codec import Codec
 from distribute.numerics.observers import absmax
 from distribute.numerics.table import find_codec
-from distribute.recipe import Recipe
+from distribute.recipe import make_recipe
 from distribute.scheme import PRESETS
 
 GB = 1e9
@@ -38,7 +38,7 @@ def main() -> None:
     everything = codecs()
     chosen = {key: codec for key, codec in everything.items() if fnmatchcase(key, options.only)}
     chosen |= {key: everything[key] for key in {fp8_of(key) for key in chosen}}
-    actions = {COPY: lambda: torch.empty_like(weight).copy_(weight)}
+    actions: dict[str, Callable[[], object]] = {COPY: lambda: torch.empty_like(weight).copy_(weight)}
     actions |= {key: encoder(codec, weight) for key, codec in chosen.items()}
     seconds = measure(actions, options.repeats)
     console = Console(width=120)
@@ -55,9 +55,9 @@ def codecs() -> dict[str, Codec]:
     for preset, known in PRESETS.items():
         for dialect in DIALECTS:
             if dialect not in known.refused:
-                scheme = Recipe(preset=preset, dialect=dialect).scheme_of(preset)
+                scheme = make_recipe({"preset": preset, "dialect": dialect}).scheme_of(preset)
                 keys[DIALECTS[dialect].codec(scheme)] = None
-    asymmetric = Recipe(preset="int4", dialect="compressed-tensors", symmetric=False)
+    asymmetric = make_recipe({"preset": "int4", "dialect": "compressed-tensors", "symmetric": False})
     keys[DIALECTS["compressed-tensors"].codec(asymmetric.scheme_of("int4"))] = None
     return {key: find_codec(key) for key in keys}
 

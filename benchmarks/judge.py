@@ -60,7 +60,7 @@ def load_judged(source: Path, checkpoint: Path, scheme: Scheme, dialect: str) ->
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by name."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -108,7 +108,7 @@ def _through(key: str, whole: dict[str, Tensor] | None = None) -> FakeQuantize:
     codec: Codec = find_codec(key)
 
     def fake(x: Tensor) -> Tensor:
-        values = whole or codec.weight_values(absmax(x), tuple(x.shape), x.dtype)
+        values = whole or codec.weight_values(absmax(x), (x.shape[0], x.shape[1]), x.dtype)
         return codec.decode(values | codec.encode(x, values), x.shape[1])
 
     return fake

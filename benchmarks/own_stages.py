@@ -61,7 +61,7 @@ def main() -> None:
     seconds, cpu_s = time.monotonic() - started, time.process_time() - cpu
     (workspace / "export" / CHECKPOINT).replace(job["out"])
     shutil.rmtree(workspace)
-    peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
     sys.stdout.write("\n" + json.dumps({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak}) + "\n")
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     with torch.inference_mode():
         export_hf_checkpoint(model, export_dir=job["out"])
     seconds, cpu_s = time.monotonic() - started, time.process_time() - cpu
-    peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
     sys.stdout.write("\n" + json.dumps({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak}) + "\n")
 
 
