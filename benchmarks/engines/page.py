@@ -28,7 +28,7 @@ SmolLM2-135M-Instruct with every preset, in both dialects, and each engine loade
   for GPUs.
 - **[n]**: refused; the message is below. "{none}": not tried, because there was no such checkpoint.
 
-{engines}. Each had one thread of a CPU.
+Tried: {engines}. Each had one thread of a CPU.
 
 mistral.rs wants `rope_theta` at the top of `config.json`, where transformers 5 writes it under `rope_parameters`:
 it was given a copy of the config with both. The presets of int4 had `group_size: {group_size}`, because the model's
@@ -56,11 +56,11 @@ class Page:
     def make_text(self, *, prompt: str, date: datetime.date) -> str:
         """The whole page."""
         tokens = max((record.tokens for record in self.records.values()), default=0)
-        named = dict.fromkeys(f"{engine.title.partition(',')[0]} {engine.version}" for engine in self.engines)
+        named = [f"{engine.title} {engine.version}" for engine in self.engines if not engine.after]
         parts = [
             INTRODUCTION.format(
                 command=COMMAND, date=date.isoformat(), prompt=prompt, none=NOT_TRIED, tokens=tokens,
-                engines=", ".join(named), group_size=GROUP_SIZE,
+                engines="; ".join(named), group_size=GROUP_SIZE,
             ),
             "## The bf16 sources: perplexity\n\n" + self._table(SOURCES),
         ]  # fmt: skip

