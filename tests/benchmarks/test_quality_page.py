@@ -25,7 +25,7 @@ def test_a_peer_with_another_scheme_is_not_compared_with() -> None:
         Case("modelopt", "int8", "modelopt"): Judged(21.9),
         Case("llmcompressor", "int8", "compressed-tensors"): Judged(20.1),  # inputs token by token
     }
-    assert page(found).beside_best(OURS) == 22.0 / 21.9 - 1
+    assert page(found).beside(OURS) == 22.0 / 21.9 - 1
 
 
 def test_the_best_peer_counts_whichever_its_dialect_where_the_scheme_is_one() -> None:
@@ -35,17 +35,20 @@ def test_the_best_peer_counts_whichever_its_dialect_where_the_scheme_is_one() ->
         Case("modelopt", "fp8_dynamic", "modelopt"): Judged(22.0),
         Case("llmcompressor", "fp8_dynamic", "compressed-tensors"): Judged(20.0),
     }
-    assert page(found).beside_best(ours) == 21.0 / 20.0 - 1
+    assert page(found).beside(ours) == 21.0 / 20.0 - 1
+    assert page(found).beside(ours, ["modelopt"]) == 21.0 / 22.0 - 1
 
 
 def test_the_page_names_what_misses_its_target_and_what_failed() -> None:
     found = dict.fromkeys(all_cases(), Judged(20.0))
     worse, failed = Case("nogather", "fp8", "modelopt"), Case("llmcompressor", "mxfp4", "compressed-tensors")
     found |= {worse: Judged(20.2), failed: Judged(error="it has no such scheme")}
+    found |= {Case("llmcompressor", "int4", "compressed-tensors"): Judged(19.0)}
     text = page(found).make_text(datetime.date(2026, 1, 1))
     rows = {tuple(row.split(" | ")[:2]): row for row in text.splitlines() if row.startswith("| ")}
-    assert "+1.00% | **missed** |" in rows["| fp8", "modelopt"]
-    assert "+0.00% | met |" in rows["| fp8_dynamic", "modelopt"]
+    assert "+1.00% | +1.00% | **missed** |" in rows["| fp8", "modelopt"]
+    assert "+0.00% | +0.00% | met |" in rows["| fp8_dynamic", "modelopt"]
+    assert "+0.00% | +5.26% | met in its dialect |" in rows["| int4", "modelopt"]
     assert "mxfp4, compressed-tensors, by llmcompressor: `it has no such scheme`" in text
 
 
@@ -58,7 +61,7 @@ def test_a_search_that_does_not_help_is_said() -> None:
 
 def test_a_peer_that_is_missing_or_not_measured_leaves_no_verdict() -> None:
     found = dict.fromkeys(all_cases(), Judged()) | {OURS: Judged(21.0)}
-    assert page(found).beside_best(OURS) is None
-    assert "| int8 | modelopt | 21.000 | +5.00% | modelopt | - | - | - |" in page(found).make_text(
+    assert page(found).beside(OURS) is None
+    assert "| int8 | modelopt | 21.000 | +5.00% | modelopt | - | - | - | - |" in page(found).make_text(
         datetime.date(2026, 1, 1)
     )
