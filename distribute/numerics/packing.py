@@ -36,11 +36,13 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     assert bits in (4, 8), bits
     per = 32 // bits
     n, k = codes.shape
-    unsigned = torch.zeros(n, ceil(k / per) * per, dtype=torch.uint8, device=codes.device)
-    unsigned[:, :k] = codes.view(torch.uint8) + (1 << (bits - 1))  # wraps around as wanted
+    unsigned = codes.contiguous().view(torch.uint8) + (1 << (bits - 1))  # wraps around as wanted
+    if missing := ceil(k / per) * per - k:
+        unsigned = torch.cat((unsigned, unsigned.new_zeros(n, missing)), dim=1)
     if bits == 4:
-        unsigned = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
-    return unsigned.contiguous().view(torch.int32)
+        pairs = unsigned.view(torch.int16)  # low byte: even column. One wide operation instead of two strided ones.
+        unsigned = (pairs | pairs >> 4).to(torch.uint8)
+    return unsigned.view(torch.int32)
 
 
 def unpack_words(words: Tensor, bits: int, k: int) -> Tensor:
