@@ -19,6 +19,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM
 
 #: preset -> its name of the scheme, and modifiers that go before.
@@ -61,6 +62,9 @@ def main() -> None:
     """Do the job."""
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
+    if not torch.accelerator.is_available():
+        # Its AWQ pins memory for a device, and stops where there is none. Only where data lies would be changed.
+        IntermediatesCache.pin_memory = lambda *_: None
     started, cpu = time.monotonic(), time.process_time()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
     recipe = make_recipe(job["preset"], job["group_size"])

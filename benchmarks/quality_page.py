@@ -27,6 +27,7 @@ has perplexity **{source:.3f}**. Made on {date} by `python -m benchmarks.quality
 - **beside it**: perplexity relative to that of the peer that writes this dialect. **beside the best**: to that of the
   best peer with the same scheme, whichever dialect it writes. Target: not above +{margin:.1%}. Met in its dialect:
   each dialect has its own rule for scales, and only the peer with the other rule does better.
+- llm-compressor's AWQ stops on a machine without an accelerator, where it cannot pin memory: that step was left out.
 - Codes of inputs are decided by the last bits of what is computed, so that a repetition with other kernels moves a
   perplexity by 0.1 % or so.
 
