@@ -64,6 +64,8 @@ def try_all(
         if options.again and case not in SOURCES:
             shutil.rmtree(home / "checkpoints" / case.key, ignore_errors=True)
         checkpoint = make_checkpoint(case, model, text, home, samples=options.samples)
+        if checkpoint is None:
+            continue
         if isinstance(checkpoint, str):
             log.info("%-32s nogather: %s", case.key, checkpoint)
             append_record(path, Record(case.name, case.dialect, OURSELVES, "", error=checkpoint))

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.engines.padded import make_padded_model
 from distribute.dialects.table import DIALECTS
+from distribute.errors import UserError
 from distribute.scheme import PRESETS
 from tasks.demo_model import DemoText
 
@@ -81,8 +82,8 @@ def _fitting(recipe: dict[str, Any], dialect: str) -> dict[str, Any]:
     return recipe | ({"group_size": GROUP_SIZE} if is_int4 else {})
 
 
-def make_checkpoint(case: Case, model: Path, text: DemoText, home: Path, *, samples: int) -> Path | str:
-    """The checkpoint's folder, or the message with which this project refuses the recipe."""
+def make_checkpoint(case: Case, model: Path, text: DemoText, home: Path, *, samples: int) -> Path | str | None:
+    """The checkpoint's folder; or the message with which this project refuses the recipe; None where it failed."""
     if case.padded:
         model = make_padded_model(model, home / "padded")
     if case in SOURCES:
@@ -105,7 +106,10 @@ def make_checkpoint(case: Case, model: Path, text: DemoText, home: Path, *, samp
     log_file = home / "logs" / f"{case.key}.nogather.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.write_text(made.stdout + made.stderr, encoding="utf-8")
+    message = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1].removeprefix("error: ")
+    if made.returncode == UserError.exit_code:
+        return message.replace(str(recipe), "RECIPE")
     if made.returncode != 0:
-        message = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
-        return message.removeprefix("error: ").replace(str(recipe), "RECIPE")
+        log.error("%s was not made: %s; see %s", case.key, message, log_file)
+        return None
     return folder
