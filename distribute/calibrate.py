@@ -12,7 +12,7 @@ from typing import Any
 from distribute.dataset import Samples, batches, read_samples
 from distribute.errors import SourceError
 from distribute.job import Job, Progress
-from distribute.layers import QUANTIZE, decide
+from distribute.layers import QUANTIZE, decide, matrix_of
 from distribute.layerwise import LayerwiseModel
 from distribute.modules import Modules
 from distribute.observe import Observation, merge_ranks, observe
@@ -37,18 +37,22 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
         checkpoint.refuse_quantized()
         decisions = decide(checkpoint, recipe)
         checkpoint.tied_copies()
-        if recipe.scheme.needs_data:
-            samples = _read_samples(job)
-    quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
-    weights = [f"{module}.weight" for module in quantized]
-    per_row = recipe.scheme.weights.granularity == "channel"
-    weight_absmax = scan(checkpoint, weights, ranks, per_row=per_row, workspace=folder, progress=progress)
+        quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
+        schemes = {module: recipe.scheme_of(decisions[module].preset) for module in quantized}
+        # What an algorithm decides it also measures, in the quantize stage.
+        observed = [m for m, scheme in schemes.items() if scheme.static_inputs and not scheme.is_solved]
+        if observed or recipe.kv_cache:
+            samples = samples_of(job)
+        matrices = {module: matrix_of(module, checkpoint.tensors) for module in quantized}
+    weight_absmax = scan(checkpoint, matrices, ranks, workspace=folder, progress=progress)
     report: dict[str, Any] = {"samples": 0, "tokens": 0}
     warnings: list[str] = list(checkpoint.warnings)
     observation: Observation | None = None
     seconds = 0.0
     if samples is not None:
-        observation, model, seconds = _observe(job, checkpoint, samples, quantized, ranks, progress)
+        observation, model, seconds = _observe(
+            job, checkpoint, samples, observed, ranks, progress, kv=recipe.kv_cache is not None
+        )
         report |= samples.report | {"layerwise": model.layerwise}
         warnings += [*samples.report["warnings"], *model.warnings]
     else:
@@ -61,8 +65,8 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
                 report |= {"tokens_per_expert": observation.tokens_per_expert}
                 warnings += dead_experts(observation.tokens_per_expert)
             report |= {"warnings": warnings}
-            inputs = observation.input_absmax if observation is not None else {}
-            Statistics(weight_absmax, inputs, report).write(folder)
+            found = observation or Observation()
+            Statistics(weight_absmax, found.input_absmax, report, kv_absmax=found.kv_absmax).write(folder)
     counts = {"samples": report["samples"], "tokens": report["tokens"]}
     return counts | {"observe_seconds": seconds, "warnings": warnings}
 
@@ -95,7 +99,8 @@ def dead_experts(tokens_per_expert: dict[str, list[int]]) -> list[str]:
     return [f"experts that no calibration token reached take the input range of their siblings: {'; '.join(lines)}"]
 
 
-def _read_samples(job: Job) -> Samples:
+def samples_of(job: Job) -> Samples:
+    """The calibration text of a job, as token ids."""
     options = job.options
     return read_samples(
         Path(options["data"]),
@@ -108,7 +113,14 @@ def _read_samples(job: Job) -> Samples:
 
 
 def _observe(
-    job: Job, checkpoint: Checkpoint, samples: Samples, quantized: list[str], ranks: Ranks, progress: Progress
+    job: Job,
+    checkpoint: Checkpoint,
+    samples: Samples,
+    quantized: list[str],
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    kv: bool,
 ) -> tuple[Observation | None, LayerwiseModel, float]:
     """The merged observation on rank 0 (None elsewhere), the model that was run, and the seconds it ran."""
     own = batches(samples.tokens, job.options["batch_size"])[ranks.rank :: ranks.world]
@@ -121,6 +133,6 @@ def _observe(
         )
     started = time.monotonic()
     with ranks.together("calibrate"):
-        observation = observe(model, own, quantized, progress)
+        observation = observe(model, own, quantized, progress, kv=kv)
     merged = merge_ranks(observation, quantized, ranks=ranks, workspace_path=Path(job.folder))
     return merged, model, round(time.monotonic() - started, 3)

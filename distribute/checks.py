@@ -11,18 +11,26 @@ from typing import Any
 
 import torch
 
+from distribute.described import Described, read_described
 from distribute.dialects.table import DIALECTS
 from distribute.job import read_json
 from distribute.layers import decoder_blocks
-from distribute.recipe import PRESETS, Scheme, matches
-from distribute.source import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_NAME, SINGLE_NAME, Checkpoint, read_entries
+from distribute.recipe import matches
+from distribute.scheme import Scheme
+from distribute.source import (
+    EMBEDDING_SUFFIXES,
+    HEAD_SUFFIXES,
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    TensorEntry,
+    read_entries,
+)
 from distribute.tensors import read_tensor
 
 WEIGHT_SCALES = ("weight_scale", "weight_global_scale", "weight_scale_2")
 INPUT_SCALES = ("input_scale", "input_global_scale")
 SCALE_LEAVES = (*WEIGHT_SCALES, *INPUT_SCALES, "k_scale", "v_scale")
-#: quant_algo of modelopt checkpoints whose inputs have a stored scale.
-STATIC_ALGOS = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
 
 
 def check_folder(folder: Path) -> dict[str, list[str]]:
@@ -84,34 +92,44 @@ def shape_faults(checkpoint: Checkpoint) -> list[str]:
 
     Formats that this version does not write are passed over.
     """
-    block = checkpoint.config.get("quantization_config")
-    known = find_scheme(block) if isinstance(block, dict) else None
-    if known is None:
-        return []
-    dialect, scheme = known
+    described = _described(checkpoint)
     faults = []
-    for module in sorted(quantized_modules(checkpoint)):
-        weight = checkpoint.tensors.get(f"{module}.weight")
-        if weight is None or len(weight.shape) != 2:
-            faults.append(f"{module} has a scale but no 2-D weight")
-            continue
-        rows, columns = weight.shape
-        for spec in DIALECTS[dialect].tensors((rows, columns), scheme, "BF16"):
-            found = checkpoint.tensors.get(f"{module}.{spec.suffix}")
-            if found is not None and found.shape != spec.shape:
-                faults.append(f"{found.name} has shape {list(found.shape)}, {dialect} has {list(spec.shape)} there")
+    for module in sorted(quantized_modules(checkpoint)) if described else ():
+        assert described is not None
+        scheme = described.scheme_of(module)
+        if scheme is not None:
+            faults += _module_shape_faults(checkpoint, module, scheme, described.dialect)
     return faults
 
 
-def find_scheme(block: Mapping[str, Any]) -> tuple[str, Scheme] | None:
-    """(dialect, scheme) of a quantization_config, when it is one that this version writes."""
-    for dialect, scheme in ((dialect, scheme) for dialect in DIALECTS for scheme in PRESETS.values()):
-        own = DIALECTS[dialect].quantization_config(["layer"], [], scheme)
-        if all(block.get(key) == own.get(key) for key in ("quant_method", "quant_algo", "format")):
-            ours, theirs = (_operands(config) for config in (own, block))
-            if not theirs or ours == theirs:
-                return dialect, scheme
-    return None
+def _module_shape_faults(checkpoint: Checkpoint, module: str, scheme: Scheme, dialect: str) -> list[str]:
+    name = next(spec.suffix for spec in DIALECTS[dialect].tensors((256, 256), scheme, "BF16"))
+    weight = checkpoint.tensors.get(f"{module}.{name}")
+    if weight is None or len(weight.shape) != 2:
+        return [f"{module} has a scale but no 2-D {name}"]
+    faults = []
+    for spec in DIALECTS[dialect].tensors(_plain_shape(checkpoint, weight, scheme, dialect), scheme, "BF16"):
+        found = checkpoint.tensors.get(f"{module}.{spec.suffix}")
+        if found is None:
+            faults.append(f"{module} has no {spec.suffix}")
+        elif found.shape != spec.shape:
+            faults.append(f"{found.name} has shape {list(found.shape)}, {dialect} has {list(spec.shape)} there")
+    return faults
+
+
+def _plain_shape(checkpoint: Checkpoint, weight: TensorEntry, scheme: Scheme, dialect: str) -> tuple[int, int]:
+    """(out, in) of the weight that is stored so: as a dialect says, or in proportion."""
+    said = weight.name.rpartition(".")[0] + ".weight_shape"
+    if said in checkpoint.tensors:
+        rows, columns = read_tensor(checkpoint, said).tolist()
+        return rows, columns
+    packed = DIALECTS[dialect].tensors((256, 256), scheme, "BF16")[0].shape
+    return weight.shape[0] * 256 // packed[0], weight.shape[1] * 256 // packed[1]
+
+
+def _described(checkpoint: Checkpoint) -> Described | None:
+    block = checkpoint.config.get("quantization_config")
+    return read_described(block) if isinstance(block, dict) else None
 
 
 def config_faults(checkpoint: Checkpoint) -> list[str]:
@@ -131,7 +149,11 @@ def config_faults(checkpoint: Checkpoint) -> list[str]:
         for module in sorted(linears)
         if not any(matches(pattern, module) for pattern in ignore)
     ]
-    return faults + _set_faults(checkpoint, quantized, block) + _json_faults(checkpoint.folder, block, ignore)
+    return (
+        faults
+        + _set_faults(checkpoint, quantized, _described(checkpoint))
+        + _json_faults(checkpoint.folder, block, ignore)
+    )
 
 
 def quantized_modules(checkpoint: Checkpoint) -> set[str]:
@@ -153,27 +175,19 @@ def plain_linears(checkpoint: Checkpoint, quantized: set[str]) -> set[str]:
     return found
 
 
-def _set_faults(checkpoint: Checkpoint, quantized: set[str], block: Mapping[str, Any]) -> list[str]:
-    """Static recipes: every quantized module has an input scale. Others: none has."""
+def _set_faults(checkpoint: Checkpoint, quantized: set[str], described: Described | None) -> list[str]:
+    """A module with stored input scales has one, and no other has."""
     have = {
         module
         for module, _, leaf in (name.rpartition(".") for name in checkpoint.tensors)
         if leaf in INPUT_SCALES
     }  # fmt: skip
-    if is_static(block):
-        missing = sorted(quantized - have)
-        return [f"no input_scale for {len(missing)} modules, for example {missing[0]}"] if missing else []
-    surplus = sorted(have)
-    return [f"input_scale of {surplus[0]} has no use: inputs are quantized at run time"] if surplus else []
-
-
-def is_static(block: Mapping[str, Any]) -> bool:
-    """Whether a quantization_config asks for stored input scales."""
-    if block.get("quant_method") == "modelopt":
-        return block.get("quant_algo") in STATIC_ALGOS
-    groups = (block.get("config_groups") or {}).values()
-    inputs = [group.get("input_activations") for group in groups]
-    return any(args is not None and args.get("dynamic") in (False, "local") for args in inputs)
+    schemes = {module: described.scheme_of(module) for module in quantized} if described else {}
+    static = {module for module, scheme in schemes.items() if scheme is not None and scheme.static_inputs}
+    other = {module for module, scheme in schemes.items() if scheme is not None and not scheme.static_inputs}
+    missing, surplus = sorted(static - have), sorted(other & have)
+    faults = [f"no input_scale for {len(missing)} modules, for example {missing[0]}"] if missing else []
+    return faults + ([f"input_scale of {surplus[0]} has no use: inputs are quantized at run time"] if surplus else [])
 
 
 def _json_faults(folder: Path, block: Mapping[str, Any], ignore: list[str]) -> list[str]:
@@ -191,10 +205,3 @@ def _json_faults(folder: Path, block: Mapping[str, Any], ignore: list[str]) -> l
     if sorted(other.get("exclude_modules") or []) != sorted(ignore):
         faults.append(f"config.json and {path.name} exclude different modules")
     return faults
-
-
-def _operands(block: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What each group says of its operands, as far as it decides shapes."""
-    keys = [(o, f) for o in ("weights", "input_activations") for f in ("num_bits", "type", "strategy", "dynamic")]
-    groups = (block.get("config_groups") or {}).values()
-    return [tuple((group.get(operand) or {}).get(field) for operand, field in keys) for group in groups]

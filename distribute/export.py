@@ -12,18 +12,18 @@ A wave is as many files as there are ranks, so that sealing is shared too. A rer
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distribute.encode import VALUES, StageTensors, encode_rows, offset_of, parameter_names, read_weight
 from distribute.errors import StageError
 from distribute.job import Job, Progress, read_json, write_json
-from distribute.numerics.fp8 import CODECS
 from distribute.passthrough import copy_side_files, write_config, write_json_text
-from distribute.plan import COPY, VALUE, Output, Plan
+from distribute.plan import COPY, VALUE, Plan
 from distribute.ranks import Ranks
 from distribute.shards import (
     ShardFile,
@@ -35,8 +35,8 @@ from distribute.shards import (
     write_range,
 )
 from distribute.source import Checkpoint
-from distribute.tensors import DTYPES, TensorFile, byte_range, read_entry, read_exactly, to_bytes
-from distribute.work import own_pieces, waves
+from distribute.tensors import DTYPES, byte_range, read_exactly, to_bytes
+from distribute.work import Unit, own_pieces, waves
 
 PARTIAL = "checkpoint.partial"
 FINAL = "checkpoint"
@@ -54,7 +54,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
     sealed: list[str] = []
     with ranks.together("prepare"):
         plan = Plan.read(plan_folder / "plan.json")
-        values = TensorFile(plan_folder / "plan.safetensors")
+        values = StageTensors.of_plan(plan_folder)
         checkpoint = Checkpoint.open(job.source)
         plan.check_source(checkpoint)
         digest = plan_digest(plan_folder)
@@ -83,7 +83,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
 
 def plan_digest(folder: Path) -> str:
     """Names plan and values together; finished files of another plan are not reused."""
-    parts = [sha256(folder / name) for name in ("plan.json", "plan.safetensors")]
+    parts = [sha256(folder / name) for name in ("plan.json", VALUES, *parameter_names(folder))]
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
@@ -105,51 +105,50 @@ def encode_files(
     ranks: Ranks,
     *,
     checkpoint: Checkpoint,
-    values: TensorFile,
+    values: StageTensors,
     progress: Progress,
 ) -> None:
     """Write this rank's share of the given files, then flush them to the disk. Called by all ranks."""
     dtype = DTYPES[plan.model_dtype]
     with ExitStack() as stack:
         fds: dict[str, int] = {}
-        for output, piece in own_pieces(plan, files, ranks.rank, ranks.world):
-            name = output.file
+        for unit, piece in own_pieces(plan, files, ranks.rank, ranks.world):
+            name = unit.first.file
             if name not in fds:
                 fds[name] = stack.enter_context(closing(_Descriptor(folder / name))).fd
-            begin, data = encode_piece(output, piece.rows, checkpoint, values, dtype=dtype, device=ranks.device)
-            write_range(fds[name], data, begin)
+            for begin, data in encode_piece(unit, piece.rows, checkpoint, values, dtype=dtype, device=ranks.device):
+                write_range(fds[name], data, begin)
             progress.advance(piece.nbytes)
         for fd in fds.values():
             os.fsync(fd)  # each host must flush its own writes
 
 
 def encode_piece(
-    output: Output,
+    unit: Unit,
     rows: range | None,
     checkpoint: Checkpoint,
-    values: TensorFile,
+    values: StageTensors,
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[int, bytes | memoryview]:
-    """(absolute offset in the file, bytes) of the given rows of an output tensor; `dtype` is the model's."""
-    if output.codec == VALUE:
-        return output.begin, to_bytes(values.read(output.name))
-    assert output.source is not None, output
-    entry = checkpoint.tensors[output.source]
-    if output.codec == COPY:
+) -> Iterator[tuple[int, bytes | memoryview]]:
+    """(absolute offset in the file, bytes) of the given rows of each tensor of a unit; `dtype` is the model's."""
+    first = unit.first
+    if first.codec == VALUE:
+        yield first.begin, to_bytes(values.read(first.name))
+    elif first.codec == COPY:
+        assert first.source is not None, first
+        entry = checkpoint.tensors[first.source]
         begin, end, _ = byte_range(entry, rows)
         buffer = bytearray(end - begin)
         with (checkpoint.folder / entry.file).open("rb") as file:
             read_exactly(file.fileno(), buffer, begin)
-        return output.begin + begin - entry.begin, memoryview(buffer)
-    assert output.scale is not None and rows is not None, output
-    codec = CODECS[output.codec]
-    scale = values.read(output.scale, rows if codec.per_row else None)
-    weight = read_entry(checkpoint.folder, entry, rows).to(device=device, dtype=dtype)
-    codes = codec.encode(weight, scale.to(device))
-    per_row = (output.end - output.begin) // output.shape[0]
-    return output.begin + rows.start * per_row, to_bytes(codes)
+        yield first.begin + begin - entry.begin, memoryview(buffer)
+    elif rows is not None:
+        weight = read_weight(first, rows, checkpoint, values, dtype=dtype, device=device)
+        stored = encode_rows(first, rows, weight, values)
+        for output in unit.outputs:
+            yield output.begin + offset_of(output, rows), to_bytes(stored[output.suffix])
 
 
 def commit(folder: Path, plan: Plan, checkpoint: Checkpoint, digest: str) -> None:

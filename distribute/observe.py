@@ -112,7 +112,7 @@ def merge_ranks(
     """
     names = sorted(quantized, key=natural_key)
     zero = torch.zeros(())
-    values = torch.stack([observation.input_absmax.get(name, zero) for name in names])
+    values = torch.tensor([float(observation.input_absmax.get(name, zero)) for name in names])
     seen = torch.tensor([float(name in observation.input_absmax) for name in names])
     values, seen = ranks.absmax(torch.stack([values, seen])).unbind()
     record: dict[str, Any] = {

@@ -5,18 +5,20 @@ statistics decide (scales) lie beside it in plan.safetensors under the names of 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from distribute.dialects.spec import Dialect, implied_modules
+from distribute.dialects.spec import TensorSpec, implied_modules
 from distribute.dialects.table import DIALECTS
 from distribute.errors import RecipeError, SourceError
+from distribute.folds import KEEPING, Fold, plan_folds
 from distribute.job import read_json, write_json
-from distribute.layers import QUANTIZE, Decision, decide, natural_key
+from distribute.layers import QUANTIZE, Decision, Matrix, attention_modules, decide, matrix_of, natural_key
 from distribute.recipe import Recipe
+from distribute.scheme import Scheme
 from distribute.shards import ShardFile, Spec, plan_files
 from distribute.source import EMBEDDING_SUFFIXES, Checkpoint, TensorEntry, text_config
 
@@ -32,16 +34,41 @@ class _Origin:
 
     codec: str
     source: str | None = None
-    scale: str | None = None
+    module: str = ""
+    first_row: int = 0
+    rows: int = 0
+    columns: int = 0
+    per: int = 1
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Output(TensorEntry):
-    """One tensor of the checkpoint. `source`: tensor it is made of; `scale`: output tensor that holds its scale."""
+    """One tensor of the checkpoint.
 
-    codec: str  # COPY, VALUE or a key of CODECS
+    Of a coded one: `source` is the tensor it is made of, `module` the linear layer it belongs to. The weight is the
+    `rows` rows from `first_row` on of the source (as a matrix of `columns` columns); one row of this tensor is made
+    of `per` rows of the weight, and `together` rows are coded at once.
+    """
+
+    codec: str  # COPY, VALUE or a key of `distribute.numerics.table.find_codec`
     source: str | None = None
-    scale: str | None = None
+    module: str = ""
+    first_row: int = 0
+    rows: int = 0
+    columns: int = 0
+    per: int = 1
+    together: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """Name under which the dialect stores it, after the module's."""
+        return self.name.removeprefix(f"{self.module}.")
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether it is coded from rows of the source."""
+        return self.codec not in (COPY, VALUE)
 
 
 @dataclass(frozen=True)
@@ -72,6 +99,22 @@ class Plan:
         return [decision.module for decision in self.decisions if decision.action == QUANTIZE]
 
     @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """How each quantized module is coded, in natural order. Equal schemes are one object."""
+        known = cache(self.recipe.scheme_of)
+        return {d.module: known(d.preset, d.group_size) for d in self.decisions if d.action == QUANTIZE}
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """Where the weight of each quantized module lies."""
+        found: dict[str, Matrix] = {}
+        for output in self.outputs:
+            if output.is_coded and output.module not in found:
+                assert output.source is not None
+                found[output.module] = Matrix(output.source, output.first_row, (output.rows, output.columns))
+        return found
+
+    @cached_property
     def by_file(self) -> dict[str, list[Output]]:
         """Outputs of each file, in byte order."""
         groups: dict[str, list[Output]] = defaultdict(list)
@@ -91,7 +134,7 @@ class Plan:
         return plain | {
             "recipe": self.recipe.model_dump(mode="json"),
             "files": [asdict(file) for file in self.files],
-            "tensors": [asdict(output) | {"shape": list(output.shape)} for output in self.outputs],
+            "tensors": [_without_defaults(output) for output in self.outputs],
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
@@ -129,9 +172,13 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
                 f"the recipe includes {name}, which is tied to the embedding and cannot be quantized alone; "
                 "take it out of include, or untie it (tie_word_embeddings: false in config.json)"
             )
-    dialect = DIALECTS[recipe.dialect]
     model_dtype = find_model_dtype(checkpoint, decisions)
-    specs, origins = _outputs(checkpoint, decisions, dropped, recipe, model_dtype)
+    schemes = {
+        module: recipe.scheme_of(decision.preset, decision.group_size)
+        for module, decision in decisions.items()
+        if decision.action == QUANTIZE
+    }
+    specs, origins = _outputs(checkpoint, schemes, dropped, recipe, model_dtype)
     files, placed = plan_files(specs, max_shard_bytes)
     outputs = [_join(tensor, origins[tensor.name]) for tensor in placed]
     return Plan(
@@ -145,8 +192,14 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
         decisions=sorted(decisions.values(), key=lambda decision: natural_key(decision.module)),
         dropped=list(dropped),
         warnings=[*checkpoint.warnings, *_oversized(files, outputs, max_shard_bytes)],
-        **_json_blocks(checkpoint, decisions, dropped, dialect, recipe),
+        **_json_blocks(checkpoint, decisions, schemes, recipe),
     )
+
+
+def find_folds(checkpoint: Checkpoint, schemes: Mapping[str, Scheme], recipe: Recipe) -> list[Fold]:
+    """What takes up the smoothing of which layers."""
+    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
+    return plan_folds(schemes, shapes, recipe.dialect, kv_cache=recipe.kv_cache is not None)
 
 
 def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) -> str:
@@ -162,55 +215,73 @@ def find_model_dtype(checkpoint: Checkpoint, decisions: Mapping[str, Decision]) 
 
 def _join(placed: TensorEntry, origin: _Origin) -> Output:
     place = (placed.name, placed.dtype, placed.shape, placed.file, placed.begin, placed.end)
-    return Output(*place, origin.codec, origin.source, origin.scale)
+    return Output(*place, *(getattr(origin, field) for field in _Origin.__slots__))
+
+
+def _without_defaults(output: Output) -> dict[str, Any]:
+    """As JSON, short: a plan may have a million of them."""
+    return {key: value for key, value in asdict(output).items() if value != _DEFAULTS.get(key)} | {
+        "shape": list(output.shape)
+    }
 
 
 def _outputs(
     checkpoint: Checkpoint,
-    decisions: Mapping[str, Decision],
+    schemes: Mapping[str, Scheme],
     dropped: tuple[str, ...],
     recipe: Recipe,
     model_dtype: str,
 ) -> tuple[list[Spec], dict[str, _Origin]]:
     """Every output tensor, and by its name what it is made of. Equal values are one object: there may be millions."""
     dialect = DIALECTS[recipe.dialect]
-    codec, scheme, value = dialect.codec(recipe.scheme), recipe.scheme, _Origin(VALUE)
-    tensors_of = cache(lambda rows, columns: dialect.tensors((rows, columns), scheme, model_dtype))
-    specs: list[Spec] = []
-    origins: dict[str, _Origin] = {}
-    for entry in checkpoint.tensors.values():
-        module = entry.name.removesuffix(".weight")
-        decision = decisions.get(module)
-        if entry.name in dropped:
-            continue
-        if decision is None or module == entry.name or decision.action != QUANTIZE:
-            specs.append((entry.name, entry.dtype, entry.shape))
-            origins[entry.name] = _Origin(COPY, entry.name)
-            continue
-        tensors = tensors_of(*entry.shape)
-        names = {tensor.role: f"{module}.{tensor.suffix}" for tensor in tensors}
-        coded = _Origin(codec, entry.name, names["weight_scale"])
-        for tensor in tensors:
-            specs.append((names[tensor.role], tensor.dtype, tensor.shape))
-            origins[names[tensor.role]] = coded if tensor.role == "weight" else value
-    return specs, origins
+    origins = {name: _Origin(COPY, name) for name in checkpoint.tensors if name not in dropped}
+    specs = {name: (name, entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items() if name in origins}
+    tensors_of = cache(partial(dialect.tensors, model_dtype=model_dtype))
+    folds = find_folds(checkpoint, schemes, recipe)
+    kept = {m for fold in folds if fold.kind == "kept" for m in fold.consumers if recipe.dialect in KEEPING}
+    origins |= {name: _Origin(VALUE, name) for fold in folds for name in fold.absorbing}
+    for module, scheme in schemes.items():
+        matrix = matrix_of(module, checkpoint.tensors)
+        specs.pop(matrix.source, None)
+        for name, dtype, shape, origin in _coded(
+            module, matrix, dialect.codec(scheme), tensors_of(matrix.shape, scheme, smoothed=module in kept)
+        ):
+            specs[name], origins[name] = (name, dtype, shape), origin
+    scales = dialect.kv_tensors(recipe.kv_cache, model_dtype) if recipe.kv_cache else ()
+    for module in attention_modules(checkpoint) if scales else ():
+        for kv in scales:
+            name = ".".join(filter(None, (module, kv.module, kv.suffix)))
+            specs[name], origins[name] = (name, kv.dtype, kv.shape), _Origin(VALUE)
+    return list(specs.values()), origins
+
+
+def _coded(
+    module: str, matrix: Matrix, codec: str, tensors: tuple[TensorSpec, ...]
+) -> Iterator[tuple[str, str, tuple[int, ...], _Origin]]:
+    """Name, dtype, shape and origin of the stored tensors of a quantized module."""
+    together = max(tensor.per for tensor in tensors)
+    place = (matrix.source, module, matrix.first_row, *matrix.shape)
+    for tensor in tensors:
+        origin = _Origin(codec, *place, tensor.per, together) if tensor.per else _VALUE
+        yield f"{module}.{tensor.suffix}", tensor.dtype, tensor.shape, origin
+
+
+_VALUE = _Origin(VALUE)
+_DEFAULTS = {field.name: field.default for field in fields(Output) if field.default is not MISSING}
 
 
 def _json_blocks(
-    checkpoint: Checkpoint,
-    decisions: Mapping[str, Decision],
-    dropped: tuple[str, ...],
-    dialect: Dialect,
-    recipe: Recipe,
+    checkpoint: Checkpoint, decisions: Mapping[str, Decision], schemes: Mapping[str, Scheme], recipe: Recipe
 ) -> dict[str, Any]:
     """The edited part of config.json and the further JSON files."""
-    quantized = [module for module, decision in decisions.items() if decision.action == QUANTIZE]
-    plain = [module for module, decision in decisions.items() if decision.action != QUANTIZE]
+    dialect = DIALECTS[recipe.dialect]
+    plain = [module for module in decisions if module not in schemes]
     embeddings = [module for module in plain if f"{module}.weight".endswith(EMBEDDING_SUFFIXES)]
     linears = {module for module in plain if module not in embeddings}
     kept = sorted(linears | implied_modules(checkpoint.tensors))
-    block = dialect.quantization_config(quantized, kept, recipe.scheme, embeddings=embeddings)
-    extra = dialect.extra_files(quantized, kept, recipe.scheme, embeddings=embeddings)
+    arguments: dict[str, Any] = {"kv_cache": recipe.kv_cache, "embeddings": embeddings}
+    block = dialect.quantization_config(schemes, kept, **arguments)
+    extra = dialect.extra_files(schemes, kept, **arguments)
     return {"config_changes": {"quantization_config": block}, "json_files": extra}
 
 

@@ -1,8 +1,7 @@
 """What the user types to say how a model is quantized. Torch-free.
 
-A recipe is a preset plus patterns plus a dialect. Presets are plain data: a `Scheme` says how weights and
-inputs of a linear layer are coded. A name pattern is either a shell pattern (`model.layers.0.*`) or, after
-`re:`, a regular expression matched from the start of the name.
+A recipe is a preset plus patterns plus a dialect; presets are in distribute/scheme.py. A name pattern is either a
+shell pattern (`model.layers.0.*`) or, after `re:`, a regular expression matched from the start of the name.
 """
 
 import re
@@ -11,47 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from distribute.errors import RecipeError
-
-Dialect = Literal["modelopt", "compressed-tensors"]
-
-
-class Quantizer(BaseModel):
-    """How one operand of a linear layer is coded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format: Literal["fp8"] = Field(description="number format of one element: fp8 is e4m3")
-    granularity: Literal["tensor", "channel", "token"] = Field(description="how many elements share one scale")
-    dynamic: bool = Field(default=False, description="the scale is computed by the engine at run time")
-
-
-class Scheme(BaseModel):
-    """How a linear layer is coded: y = dequantize(weights) @ dequantize(inputs)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    weights: Quantizer
-    inputs: Quantizer | None
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether calibration text is needed: an input scale that is not computed at run time."""
-        return self.inputs is not None and not self.inputs.dynamic
-
-
-PRESETS: dict[str, Scheme] = {
-    "fp8": Scheme(
-        weights=Quantizer(format="fp8", granularity="tensor"),
-        inputs=Quantizer(format="fp8", granularity="tensor"),
-    ),
-    "fp8_dynamic": Scheme(
-        weights=Quantizer(format="fp8", granularity="channel"),
-        inputs=Quantizer(format="fp8", granularity="token", dynamic=True),
-    ),
-}
+from distribute.scheme import GROUP_SIZES, PRESETS, Algorithm, Dialect, Scheme
 
 #: Left as they are unless the recipe includes them. Patterns follow the defaults of the ModelOpt presets.
 DEFAULT_IGNORE: dict[str, str] = {
@@ -82,8 +44,18 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
+def _known_presets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(_known_preset, value))
+
+
+def _known_preset(value: str) -> str:
+    if value not in PRESETS:
+        raise ValueError(f"unknown preset {value!r}; known presets: {', '.join(PRESETS)}")
+    return value
+
+
 class Recipe(BaseModel):
-    """A preset, a dialect, and what to leave alone."""
+    """A preset, a dialect, what differs from the preset and where, and what to leave alone."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -93,12 +65,33 @@ class Recipe(BaseModel):
     include: tuple[str, ...] = Field(
         default=(), description="name patterns to quantize although the default ignore list names them"
     )
+    overrides: dict[str, str] = Field(
+        default={}, description="name pattern -> preset of what it names; the first that matches decides"
+    )
+    group_size: Literal["auto"] | int | None = Field(
+        default=None,
+        description=f"of int4: {', '.join(map(str, GROUP_SIZES))}, or auto: the largest that fits",
+    )
+    symmetric: bool | None = Field(default=None, description="of int4 groups; false: with zero points")
+    kv_cache: Literal["fp8", "nvfp4"] | None = Field(default=None, description="format of the K/V cache")
+    algorithm: Algorithm | None = Field(default=None, description="in place of the preset's own")
 
     @field_validator("preset")
     @classmethod
-    def _known_preset(cls, value: str) -> str:
-        if value not in PRESETS:
-            raise ValueError(f"unknown preset {value!r}; known presets: {', '.join(PRESETS)}")
+    def _preset_is_known(cls, value: str) -> str:
+        return _known_preset(value)
+
+    @field_validator("overrides")
+    @classmethod
+    def _overrides_are_known(cls, value: dict[str, str]) -> dict[str, str]:
+        cls._valid_patterns(tuple(value))
+        return {pattern: _known_preset(preset) for pattern, preset in value.items()}
+
+    @field_validator("group_size")
+    @classmethod
+    def _group_size_is_known(cls, value: Literal["auto"] | int | None) -> Literal["auto"] | int | None:
+        if isinstance(value, int) and value not in GROUP_SIZES:
+            raise ValueError(f"{value} is no group size of int4; allowed: {', '.join(map(str, GROUP_SIZES))}, auto")
         return value
 
     @field_validator("ignore", "include")
@@ -114,10 +107,60 @@ class Recipe(BaseModel):
                     raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
         return value
 
+    @model_validator(mode="after")
+    def _presets_fit(self) -> "Recipe":
+        for preset in self.presets:
+            if reason := PRESETS[preset].refused.get(self.dialect):
+                raise ValueError(f"preset {preset} has no {self.dialect} form: {reason}")
+            scheme = self.scheme_of(preset)
+            if scheme.algorithm.name == "gptq" and not scheme.weights.format.startswith("int"):
+                raise ValueError(f"gptq works on integer codes, but {preset} stores {scheme.weights.format}")
+            if self.dialect == "modelopt" and not scheme.weights.symmetric:
+                raise ValueError("zero points (symmetric: false) have no modelopt form; use compressed-tensors")
+        if self.kv_cache == "nvfp4" and self.dialect == "compressed-tensors":
+            raise ValueError("kv_cache nvfp4 has no compressed-tensors form; use fp8 or the modelopt dialect")
+        return self
+
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of every quantized layer."""
-        return PRESETS[self.preset]
+    def presets(self) -> tuple[str, ...]:
+        """Every preset that this recipe may apply."""
+        return tuple(dict.fromkeys((self.preset, *self.overrides.values())))
+
+    @property
+    def observes(self) -> bool:
+        """Whether the calibrate stage runs text through the model, to measure ranges."""
+        schemes = map(self.scheme_of, self.presets)
+        return self.kv_cache is not None or any(one.static_inputs and not one.is_solved for one in schemes)
+
+    @property
+    def solves(self) -> bool:
+        """Whether the quantize stage runs text through the model, for an algorithm that needs more than ranges."""
+        return any(self.scheme_of(preset).is_solved for preset in self.presets)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration text is needed."""
+        return self.observes or self.solves
+
+    def preset_of(self, module: str) -> str:
+        """The preset of a module that is quantized."""
+        return next((preset for pattern, preset in self.overrides.items() if matches(pattern, module)), self.preset)
+
+    def scheme_of(self, preset: str, group_size: int = 0) -> Scheme:
+        """What a preset means in this recipe; `group_size` in place of its own where the size may be chosen."""
+        scheme = PRESETS[preset].for_dialect(self.dialect)
+        weights, changes = scheme.weights, {}
+        if weights.format == "int4":
+            given = self.group_size if isinstance(self.group_size, int) else 0
+            changes = {"group_size": group_size or given or weights.group_size}
+            if self.symmetric is not None and scheme.inputs is None:
+                changes["symmetric"] = self.symmetric
+        return scheme.model_copy(
+            update={
+                "weights": weights.model_copy(update=changes),
+                "algorithm": self.algorithm or scheme.algorithm,
+            }
+        )
 
 
 def load_recipe(given: str, **changes: Any) -> Recipe:

@@ -1,6 +1,6 @@
 """What calibration measured, and its two files: calibration.safetensors and calibration.json.
 
-Keys of the tensors, with names as on disk: `weight_absmax.<tensor>` fp32 [rows]; `input_absmax.<module>` fp32 0-dim;
+Keys of the tensors, with names as on disk: `weight_absmax.<module>` and `input_absmax.<module>` fp32 0-dim;
 `channel_absmax.<module>` fp32 [in]; `kv_absmax.<attention module>.k` and `.v` fp32 0-dim.
 """
 

@@ -6,7 +6,7 @@ fault. With no plan and no source (`nogather verify DIR`) only the checks of `di
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,26 @@ from typing import Any
 import torch
 
 from distribute.checks import check_folder
+from distribute.encode import StageTensors, encode_rows, read_weight, rows_of
 from distribute.errors import NogatherError, SourceError, VerifyError
 from distribute.export import FINAL
 from distribute.job import Job, Progress, read_json, write_json
-from distribute.numerics.fp8 import CODECS
+from distribute.numerics.table import find_codec
 from distribute.passthrough import checkpoint_files
 from distribute.plan import COPY, VALUE, Output, Plan
 from distribute.ranks import Ranks
 from distribute.shards import sha256
-from distribute.source import Checkpoint, TensorEntry, read_entries
-from distribute.tensors import DTYPES, TensorFile, read_entry, to_bytes
-from distribute.work import Piece, cut, own_pieces
+from distribute.source import ITEMSIZE, Checkpoint, TensorEntry, read_entries
+from distribute.tensors import DTYPES, read_entry, to_bytes
+from distribute.work import Piece, Unit, own_pieces
 
 Faults = list[str]
 RECEIPT = "receipt.json"
 #: Bytes compared at once: their fp32 copies stay in a core's cache.
 COMPARED_BYTES = 1 << 19
-#: Three mantissa bits keep about 31 dB whatever the weights are; less than this means a wrong scale or wrong rows.
-MIN_SQNR_DB = 15.0
+#: By bits of a code: 8 bits keep about 31 dB whatever the weights are, 4 bits about 18, and less with few outliers of
+#: great size. Less than this means a wrong scale or wrong rows.
+MIN_SQNR_DB = {8: 15.0, 4: 5.0}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Subject:
     folder: Path
     files: list[dict[str, Any]]  # name, size, sha256 as export recorded them
     plan: Plan
-    values: TensorFile
+    values: StageTensors
     source: Checkpoint
 
 
@@ -60,7 +62,7 @@ def run(job: Job, ranks: Ranks, progress: Progress) -> dict[str, Any]:
             folder=export_folder / FINAL,
             files=read_json(export_folder / "files.json"),
             plan=Plan.read(plan_folder / "plan.json"),
-            values=TensorFile(plan_folder / "plan.safetensors"),
+            values=StageTensors.of_plan(plan_folder),
             source=Checkpoint.open(job.source),
         )
         headers = ranks.share(header_faults(subject.folder, subject.plan) if ranks.is_first else None)
@@ -141,17 +143,17 @@ def _compare(subject: _Subject, ranks: Ranks, progress: Progress, *, skip: Colle
     progress.start("verify", total, "bytes")
     power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     differ: Faults = []
-    for output, piece in own_pieces(subject.plan, files, ranks.rank, ranks.world):
-        written = read_entry(subject.folder, output, piece.rows)
-        if output.codec in (COPY, VALUE):
-            if to_bytes(written) != to_bytes(_expected(subject, output, piece)):
-                differ.append(f"{output.name} differs from its {'source' if output.codec == COPY else 'plan'}")
-        else:
-            same, signal, noise = _decode(subject, output, piece, written, ranks.device)
-            if not same:
-                differ.append(f"{output.name} differs from its source coded again, in rows {_span(piece)}")
-            power[output.name][0] += signal
-            power[output.name][1] += noise
+    for unit, piece in own_pieces(subject.plan, files, ranks.rank, ranks.world):
+        first = unit.first
+        if not first.is_coded:
+            written = read_entry(subject.folder, first, piece.rows)
+            if to_bytes(written) != to_bytes(_expected(subject, first, piece)):
+                differ.append(f"{first.name} differs from its {'source' if first.codec == COPY else 'plan'}")
+        elif piece.rows is not None:
+            wrong, signal, noise = _decode(subject, unit, piece.rows, ranks.device)
+            differ += [f"{name} differs from its source coded again, in rows {_span(piece)}" for name in wrong]
+            power[first.module][0] += signal
+            power[first.module][1] += noise
         progress.advance(piece.nbytes)
     return {"content": differ, "power": dict(power)}
 
@@ -167,27 +169,37 @@ def _expected(subject: _Subject, output: Output, piece: Piece) -> torch.Tensor:
     return read_entry(subject.source.folder, subject.source.tensors[output.source], piece.rows)
 
 
-def _decode(
-    subject: _Subject, output: Output, piece: Piece, codes: torch.Tensor, device: torch.device
-) -> tuple[bool, float, float]:
-    """Whether the source coded again gives these codes; sum w² and sum (w - ŵ)² in fp64 sums of fp32 values."""
-    assert output.source is not None and output.scale is not None and piece.rows is not None, output
-    entry, codec = subject.source.tensors[output.source], CODECS[output.codec]
-    scale = subject.values.read(output.scale, piece.rows if codec.per_row else None).to(device)
-    source = read_entry(subject.source.folder, entry, piece.rows)
-    same, signal, noise = True, 0.0, 0.0
-    for block in cut(piece.name, codes.shape, codes.numel(), piece_bytes=COMPARED_BYTES):
-        assert block.rows is not None
-        rows = slice(block.rows.start, block.rows.stop)
-        weight = source[rows].to(device=device, dtype=DTYPES[subject.plan.model_dtype])
-        own_scale, own_codes = codec.scale_of_rows(scale, block.rows), codes[rows].to(device)
-        again = codec.encode(weight, own_scale)
-        same = same and torch.equal(again.view(torch.uint8), own_codes.view(torch.uint8))
+def _decode(subject: _Subject, unit: Unit, rows: range, device: torch.device) -> tuple[list[str], float, float]:
+    """Tensors whose rows are not what the source gives when it is coded again; sum w² and sum (w - ŵ)².
+
+    Sums are in fp64 over fp32 values. w is the weight after smoothing: what the codes stand for. A unit that holds
+    only a part of its module's tensors has the rest made again.
+    """
+    first, codec = unit.first, find_codec(unit.first.codec)
+    wrong: set[str] = set()
+    signal, noise = 0.0, 0.0
+    for block in _blocks(first, rows):
+        weight = read_weight(
+            first, block, subject.source, subject.values, dtype=DTYPES[subject.plan.model_dtype], device=device
+        )
+        again = encode_rows(first, block, weight, subject.values)
+        for output in unit.outputs:
+            written = read_entry(subject.folder, output, rows_of(output, block)).to(device)
+            if not torch.equal(written.view(torch.uint8), again[output.suffix].view(torch.uint8)):
+                wrong.add(output.name)
+            again[output.suffix] = written
         exact = weight.to(torch.float32)
-        error = codec.decode(own_codes, own_scale).sub_(exact)
+        error = codec.decode({**subject.values.of(first.module), **again}, exact.shape[1]).sub_(exact)
         signal += exact.square_().sum(dtype=torch.float64).item()
         noise += error.square_().sum(dtype=torch.float64).item()
-    return same, signal, noise
+    return sorted(wrong), signal, noise
+
+
+def _blocks(output: Output, rows: range) -> Iterator[range]:
+    """Rows cut so that fp32 copies stay in a core's cache."""
+    step = max(1, COMPARED_BYTES // max(1, output.columns) // output.together) * output.together
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
 
 
 def _span(piece: Piece) -> str:
@@ -213,23 +225,38 @@ def _judge(
         for name, (signal, noise) in part["power"].items():
             power[name][0] += signal
             power[name][1] += noise
-    tensors = [
-        {
-            "name": output.name,
-            "codec": output.codec,
-            "sqnr_db": sqnr_db(*power[output.name]),
-            "source_bytes": subject.source.tensors[output.source or ""].nbytes,
-            "bytes": output.end - output.begin,
-        }
-        for output in subject.plan.outputs
-        if output.codec not in (COPY, VALUE)
-    ]
+    tensors = _tensor_rows(subject, power)
+    bits = {module: scheme.weights.bits for module, scheme in subject.plan.schemes.items()}
     checks["reconstruction"] = [
-        f"{name} is not what its source was: SQNR {sqnr_db(signal, noise)} dB, at least {MIN_SQNR_DB} is expected"
+        f"{name} is not what its source was: SQNR {sqnr_db(signal, noise)} dB, "
+        f"at least {MIN_SQNR_DB[bits[name]]} is expected"
         for name, (signal, noise) in power.items()
-        if not noise <= signal * 10 ** (-MIN_SQNR_DB / 10)  # not <=: a NaN is a fault
+        if not noise <= signal * 10 ** (-MIN_SQNR_DB[bits[name]] / 10)  # not <=: a NaN is a fault
     ]
     return checks, tensors
+
+
+def _tensor_rows(subject: _Subject, power: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a quantized module: what was lost, and how large it was and is."""
+    dtypes = subject.source.tensors
+    by_module: dict[str, list[Output]] = defaultdict(list)
+    for output in subject.plan.outputs:
+        if output.is_coded:
+            by_module[output.module].append(output)
+    rows = []
+    for module, outputs in by_module.items():
+        first = outputs[0]
+        itemsize = ITEMSIZE[dtypes[first.source or ""].dtype]
+        rows.append(
+            {
+                "name": f"{module}.weight",
+                "codec": first.codec,
+                "sqnr_db": sqnr_db(*power[module]),
+                "source_bytes": first.rows * first.columns * itemsize,
+                "bytes": sum(output.nbytes for output in outputs),
+            }
+        )
+    return rows
 
 
 def header_faults(folder: Path, plan: Plan) -> dict[str, Faults]:

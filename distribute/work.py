@@ -5,6 +5,7 @@ contiguous runs of about equal bytes; each file is sealed (read once for its dig
 more than the mean of a wave and one piece.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,53 @@ class Piece:
     name: str
     rows: range | None
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors of one file that are written together: one, or all that are coded from the same rows of a weight."""
+
+    outputs: tuple[Output, ...]
+
+    @property
+    def first(self) -> Output:
+        """Stands for all where they are alike."""
+        return self.outputs[0]
+
+    @property
+    def name(self) -> str:
+        """The module that is coded, or the one tensor."""
+        return self.first.module if self.first.is_coded else self.first.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return sum(output.nbytes for output in self.outputs)
+
+    def pieces(self) -> Iterable[Piece]:
+        """The rows that are written at once. Rows of a coded unit are those of its weight."""
+        first = self.first
+        if first.codec == VALUE or not self.nbytes:
+            return [Piece(self.name, None, self.nbytes)]
+        if not first.is_coded:
+            return cut(first.name, first.shape, first.nbytes, piece_bytes=PIECE_BYTES // 2)
+        return self._coded_pieces(first.rows, max(1, PIECE_BYTES // (2 * first.columns)))
+
+    def _coded_pieces(self, rows: int, step: int) -> Iterator[Piece]:
+        together = self.first.together
+        step = max(1, step // together) * together
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            nbytes = self.nbytes * stop // rows - self.nbytes * start // rows
+            yield Piece(self.name, range(start, stop), nbytes)
+
+
+def units(outputs: Iterable[Output]) -> list[Unit]:
+    """Outputs of one file, in byte order, with those of a coded module together at the place of its first."""
+    groups: dict[str, list[Output]] = defaultdict(list)
+    for output in outputs:
+        groups[output.module if output.is_coded else output.name].append(output)
+    return [Unit(tuple(group)) for group in groups.values()]
 
 
 @dataclass(frozen=True)
@@ -71,14 +119,14 @@ def waves(files: Sequence[ShardFile], world: int) -> list[Sequence[ShardFile]]:
     return [files[start : start + world] for start in range(0, len(files), world)]
 
 
-def own_pieces(plan: Plan, files: Sequence[ShardFile], rank: int, world: int) -> Iterator[tuple[Output, Piece]]:
+def own_pieces(plan: Plan, files: Sequence[ShardFile], rank: int, world: int) -> Iterator[tuple[Unit, Piece]]:
     """A rank's pieces of the given files, wave by wave, as the ranks work through them."""
     for wave in waves(files, world):
-        for output, owners, before, total in _owners(plan, wave, world):
+        for unit, owners, before, total in _owners(plan, wave, world):
             if rank in owners:
-                for piece in _pieces(output):
+                for piece in unit.pieces():
                     if len(owners) == 1 or _owner(before, piece.nbytes, total, world) == rank:
-                        yield output, piece
+                        yield unit, piece
                     before += piece.nbytes
 
 
@@ -89,12 +137,12 @@ def spread(plan: Plan, world: int) -> Spread:
     for wave in waves(plan.files, world):
         for rank, file in enumerate(wave):
             sealed[rank] += file.size
-        for output, owners, before, total in _owners(plan, wave, world):
-            pieces = _pieces(output) if len(owners) > 1 else [Piece(output.name, None, output.nbytes)]
+        for unit, owners, before, total in _owners(plan, wave, world):
+            pieces = unit.pieces() if len(owners) > 1 else [Piece(unit.name, None, unit.nbytes)]
             for piece in pieces:
                 rank = _owner(before, piece.nbytes, total, world)
                 encoded[rank] += piece.nbytes
-                touched.add((rank, output.file))
+                touched.add((rank, unit.first.file))
                 before += piece.nbytes
     files = [0] * world
     for rank, _ in touched:
@@ -102,22 +150,15 @@ def spread(plan: Plan, world: int) -> Spread:
     return Spread(encoded, sealed, files)
 
 
-def _owners(plan: Plan, wave: Sequence[ShardFile], world: int) -> Iterator[tuple[Output, range, int, int]]:
-    """(output, ranks that its pieces may go to, bytes before it, bytes of the wave): most need not be cut to know."""
-    outputs = [output for file in wave for output in plan.by_file[file.name]]
-    total = sum(output.nbytes for output in outputs)
+def _owners(plan: Plan, wave: Sequence[ShardFile], world: int) -> Iterator[tuple[Unit, range, int, int]]:
+    """(unit, ranks that its pieces may go to, bytes before it, bytes of the wave): most need not be cut to know."""
+    work = [unit for file in wave for unit in units(plan.by_file[file.name])]
+    total = sum(unit.nbytes for unit in work)
     before = 0
-    for output in outputs:
-        first, last = (_owner(place, 0, total, world) for place in (before, before + output.nbytes))
-        yield output, range(first, last + 1), before, total
-        before += output.nbytes
-
-
-def _pieces(output: Output) -> Iterable[Piece]:
-    if output.codec == VALUE:
-        return [Piece(output.name, None, output.nbytes)]
-    # The source is at least twice as wide.
-    return cut(output.name, output.shape, output.nbytes, piece_bytes=PIECE_BYTES // 2)
+    for unit in work:
+        first, last = (_owner(place, 0, total, world) for place in (before, before + unit.nbytes))
+        yield unit, range(first, last + 1), before, total
+        before += unit.nbytes
 
 
 def _owner(before: int, nbytes: int, total: int, world: int) -> int:

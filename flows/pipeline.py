@@ -57,7 +57,7 @@ def prepare(parameters: Parameters, call: Call = call_directly) -> Run:
     if parameters.target:
         call(check_target, parameters.target, parameters.overwrite)
     # Text is small: it is looked at before a large model is fetched.
-    needs_data = recipe.scheme.needs_data and parameters.calib
+    needs_data = recipe.needs_data and parameters.calib
     data = call(fetch_data, parameters.calib, workspace) if needs_data else None
     run = Run(
         run_id=new_run_id(),

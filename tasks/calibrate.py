@@ -14,13 +14,13 @@ def calibrate_step(run: Run) -> Step:
     Raises:
         DataError: the recipe needs calibration text and there is none.
     """
-    if not run.recipe.scheme.needs_data:
-        return Step(run, "calibrate")
-    if run.data is None:
+    if run.recipe.needs_data and run.data is None:
         raise DataError(
             f"recipe {run.recipe.preset} measures inputs and needs text: give --calib FILE "
             "(.txt, .jsonl, .parquet or hf://datasets/org/name), or use a recipe with dynamic inputs like fp8_dynamic"
         )
+    if not run.recipe.observes:
+        return Step(run, "calibrate")
     return Step(run, "calibrate", options=asdict(run.calibration), data=run.data)
 
 

@@ -46,7 +46,8 @@ def make_checkpoint(source: Path, folder: Path, recipe: dict[str, Any], statisti
         inputs={"calibration": str(folder)},
         options={"max_shard_bytes": ONE_SHARD, "fail_on_unrouted_experts": False},
     )
-    quantize.run(decide, ranks, progress)
+    plan = plan_of(source, recipe)
+    quantize.write_plan(decide, plan, Checkpoint.open(source), {"layers": {}, "warnings": []}, progress)
     export.run(Job("export", **common, inputs={"plan": str(folder)}), ranks, progress)
     return folder / "checkpoint"
 

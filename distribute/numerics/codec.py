@@ -59,8 +59,10 @@ class Grid:
 class Codec(Protocol):
     """One number format as one dialect stores it. Weights are [out, in]; groups lie along `in`."""
 
-    #: Rows that are coded together: a piece starts at a multiple of it (2: row pairs; 128: square blocks).
-    rows_together: int
+    @property
+    def rows_together(self) -> int:
+        """Rows that are coded together: a piece starts at a multiple of it (2: row pairs; 128: square blocks)."""
+        ...
 
     def weight_values(self, absmax: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         """Stored tensors that follow from the whole weight: by suffix; {} when there are none.
@@ -86,5 +88,5 @@ class Codec(Protocol):
         ...
 
     def decode(self, stored: Mapping[str, Tensor], width: int) -> Tensor:
-        """fp32 [n, in] values of rows: `stored` is what `encode` gave for them, and `weight_values`; `width` is in."""
+        """fp32 [n, in] values of rows: `stored` is what `encode` and `weight_values` gave; `width` is in."""
         ...

@@ -36,7 +36,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     assert bits in (4, 8), bits
     per = 32 // bits
     n, k = codes.shape
-    unsigned = codes.contiguous().view(torch.uint8) + (1 << (bits - 1))  # wraps around as wanted
+    unsigned = _plain(codes).view(torch.uint8) + (1 << (bits - 1))  # wraps around as wanted
     if missing := ceil(k / per) * per - k:
         unsigned = torch.cat((unsigned, unsigned.new_zeros(n, missing)), dim=1)
     if bits == 4:
@@ -48,7 +48,15 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int, k: int) -> Tensor:
     """int8 [n, k] of int32 [n, ceil(k * bits / 32)]."""
     assert bits in (4, 8), bits
-    unsigned = words.contiguous().view(torch.uint8)
+    unsigned = _plain(words).view(torch.uint8)
     if bits == 4:
         unsigned = torch.stack((unsigned & 15, unsigned >> 4), dim=2).flatten(1)
     return (unsigned[:, :k] - (1 << (bits - 1))).view(torch.int8)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """[n, k] with the strides k and 1, without which bytes are not viewed as words or back.
+
+    `contiguous` alone leaves any stride to an axis of one element.
+    """
+    return x.reshape(-1).view(x.shape)

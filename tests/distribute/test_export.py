@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from benchmarks.random_model import make_random_model
 from distribute import export
 from distribute.checks import check_folder
+from distribute.encode import StageTensors
 from distribute.errors import SourceError, StageError, WorkspaceError
 from distribute.job import Job, Progress, read_json
 from distribute.numerics.observers import rows_absmax
@@ -48,8 +49,8 @@ def _write_plan(source: Path, folder: Path, max_shard_bytes: int) -> Plan:
     """A data-free plan, made without ranks."""
     checkpoint = Checkpoint.open(source)
     plan = make_plan(checkpoint, make_recipe(RECIPE), max_shard_bytes)
-    weights = {f"{m}.weight": rows_absmax(read_tensor(checkpoint, f"{m}.weight")) for m in plan.quantized}
-    values, _ = scale_values(plan, Statistics(weights))
+    weights = {m: rows_absmax(read_tensor(checkpoint, f"{m}.weight")).max() for m in plan.quantized}
+    values, _ = scale_values(plan, Statistics(weights), StageTensors(folder, ()))
     folder.mkdir(parents=True)
     save_file(values, folder / "plan.safetensors")
     plan.write(folder / "plan.json")
@@ -102,7 +103,7 @@ def test_what_is_not_quantized_is_written_bit_for_bit(source: Path, tmp_path: Pa
     job = _job(source, tmp_path)
     _export_alone(job)
     before, after = Checkpoint.open(source), Checkpoint.open(Path(job.folder) / "checkpoint")
-    coded = {output.source for output in Plan.read(Path(job.inputs["plan"]) / "plan.json").outputs if output.scale}
+    coded = {output.source for output in Plan.read(Path(job.inputs["plan"]) / "plan.json").outputs if output.is_coded}
     assert len(coded) == 2 * (4 + 3 * 4)
     assert not coded & set(ODD_TENSORS)
     for name, entry in before.tensors.items():
@@ -199,11 +200,18 @@ def test_a_finished_export_that_was_altered_is_made_again(
 
 def test_files_of_a_plan_with_other_scales_are_not_resumed(source: Path, tmp_path: Path) -> None:
     job = _job(source, tmp_path)
+    folder = Path(job.inputs["plan"])
+    checkpoint = Checkpoint.open(source)
+    plan = make_plan(checkpoint, make_recipe({"preset": "fp8"}), 1 << 30)
+    ones = {module: torch.ones(()) for module in plan.quantized}
+    values, _ = scale_values(plan, Statistics(ones, ones), StageTensors(folder, ()))
+    plan.write(folder / "plan.json")
+    save_file(values, folder / "plan.safetensors")
     _export_alone(job)
-    values = load_file(Path(job.inputs["plan"]) / "plan.safetensors")
-    save_file({name: value * 2 for name, value in values.items()}, Path(job.inputs["plan"]) / "plan.safetensors")
+    save_file({name: value * 2 for name, value in values.items()}, folder / "plan.safetensors")
     _export_alone(job)
     written = Checkpoint.open(Path(job.folder) / "checkpoint")
+    assert len(values) == 2 * len(plan.quantized)
     for name, value in values.items():
         assert torch.equal(read_tensor(written, name), value * 2)
 

@@ -39,7 +39,7 @@ def finished(
     names = make_plan(checkpoint, make_recipe({}), 1 << 30).quantized
     for stage in stages.values():
         Path(stage.folder).mkdir()
-    weights = {f"{m}.weight": rows_absmax(read_tensor(checkpoint, f"{m}.weight")) for m in names}
+    weights = {m: rows_absmax(read_tensor(checkpoint, f"{m}.weight")).max() for m in names}
     report = {"warnings": []}
     Statistics(weights, {m: torch.ones(()) for m in names}, report).write(Path(stages["calibrate"].folder))
     for module, stage in ((quantize, "quantize"), (export, "export")):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distribute.plan import COPY, VALUE, Output, Plan
 from distribute.shards import ShardFile
-from distribute.work import PIECE_BYTES, cut, own_pieces, share, spread, waves
+from distribute.work import PIECE_BYTES, cut, own_pieces, share, spread, units, waves
 
 shapes = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=20)
 #: Tensors of files: (rows, bytes of a row, whether it is a value); some are larger than a piece.
@@ -64,8 +64,8 @@ def test_the_pieces_of_all_ranks_are_every_byte_once(folder: list[list[tuple[int
     plan = _plan(folder)
     seen: dict[str, list[range]] = defaultdict(list)
     for rank in range(world):
-        for output, piece in own_pieces(plan, plan.files, rank, world):
-            seen[output.name].append(piece.rows if piece.rows is not None else range(output.shape[0]))
+        for unit, piece in own_pieces(plan, plan.files, rank, world):
+            seen[unit.name].append(piece.rows if piece.rows is not None else range(unit.first.shape[0]))
     for output in (output for outputs in plan.by_file.values() for output in outputs):
         rows = sorted(seen.pop(output.name), key=lambda part: part.start)
         assert [row for part in rows for row in part] == list(range(output.shape[0]))
@@ -88,7 +88,7 @@ def test_a_spread_counts_what_the_ranks_do(folder: list[list[tuple[int, int, boo
     for rank in range(world):
         own = list(own_pieces(plan, plan.files, rank, world))
         assert work.encoded[rank] == sum(piece.nbytes for _, piece in own)
-        assert work.files[rank] == len({output.file for output, _ in own})
+        assert work.files[rank] == len({unit.first.file for unit, _ in own})
         sealed = [file.size for wave in waves(plan.files, world) for file in wave[rank::world]]
         assert work.sealed[rank] == sum(sealed)
     assert sum(work.sealed) == sum(file.size for file in plan.files)
@@ -104,6 +104,25 @@ def test_the_busiest_rank_encodes_the_mean_and_a_piece_of_each_wave(
         pieces = [piece.nbytes for _, piece in own_pieces(plan, wave, 0, 1)]
         allowed += sum(pieces) / world + max(pieces) + 1
     assert max(spread(plan, world).encoded) <= allowed
+
+
+@given(st.integers(1, 700), st.sampled_from([1, 2, 8, 128]), st.integers(1, 5))
+def test_rows_that_are_coded_together_are_never_cut(rows: int, together: int, world: int) -> None:
+    weight = Output("m.w", "U8", (rows, 9000), "f", 0, rows * 9000, "codec", "m.w", "m", 0, rows, 9000, 1, together)
+    scale = Output(
+        "m.s", "U8", (-(-rows // together), 1), "f", 0, 9, "codec", "m.w", "m", 0, rows, 9000, together, together
+    )
+    copied = Output("a", "U8", (3, 3), "f", 0, 9, COPY, "a")
+    (first, second) = units([copied, weight, scale])
+    assert (first.outputs, second.outputs) == ((copied,), (weight, scale))
+    plan = SimpleNamespace(by_file={"f": [copied, weight, scale]})
+    files = [ShardFile("f", 1)]
+    own = [
+        piece.rows for rank in range(world) for unit, piece in own_pieces(plan, files, rank, world) if unit == second
+    ]
+    assert [row for part in own for row in part] == list(range(rows))
+    assert all(part.start % together == 0 for part in own)
+    assert sum(piece.nbytes for piece in second.pieces()) == second.nbytes
 
 
 def _only(output: Output) -> Plan:

@@ -36,3 +36,13 @@ def test_words_hold_every_code_and_come_back(bits: int, n: int, k: int, seed: in
 def test_row_pairs_come_back(n: int, k: int, seed: int) -> None:
     codes = torch.randint(-8, 8, (2 * n, k), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(packing.unpack_row_pairs(packing.pack_row_pairs(codes)), codes)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (1, 8), (1, 1), (9, 3)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_of_a_transposed_matrix_are_packed_whatever_its_strides(shape: tuple[int, int], bits: int) -> None:
+    codes = torch.arange(shape[0] * shape[1], dtype=torch.int8).remainder(8).reshape(shape)
+    words = packing.pack_words(codes.T, bits)
+    assert torch.equal(words, packing.pack_words(codes.T.clone(memory_format=torch.contiguous_format), bits))
+    stored = words.T.clone(memory_format=torch.contiguous_format)
+    assert torch.equal(packing.unpack_words(stored.T, bits, shape[0]), codes.T)
