@@ -44,10 +44,6 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _known_presets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(_known_preset, value))
-
-
 def _known_preset(value: str) -> str:
     if value not in PRESETS:
         raise ValueError(f"unknown preset {value!r}; known presets: {', '.join(PRESETS)}")
