@@ -23,7 +23,7 @@ class Parameters(BaseModel):
     model: str = Field(
         min_length=1, description="folder of a Hugging Face checkpoint, or org/name[@revision] on the Hub"
     )
-    recipe: str = Field(default="fp8", min_length=1, description="preset (fp8, fp8_dynamic) or path of a YAML file")
+    recipe: str = Field(default="fp8", min_length=1, description="preset, like fp8, or path of a YAML file")
     dialect: Literal["recipe", "modelopt", "compressed-tensors"] = Field(
         default="recipe", description="names, scales and JSON of the checkpoint; recipe: as the recipe says"
     )

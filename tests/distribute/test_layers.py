@@ -134,3 +134,23 @@ def test_numbers_are_compared_as_numbers_and_text_as_text(names: list[str]) -> N
         return [(int(part), "") if place % 2 else (0, part) for place, part in enumerate(split)]
 
     assert sorted(names, key=natural_key) == sorted(names, key=parts)
+
+
+def test_widths_without_whole_groups_are_refused_with_the_choices(tmp_path: Path) -> None:
+    tensors = decoder_tensors()
+    tensors |= {f"model.layers.{i}.mlp.down_proj.weight": torch.randn(8, 96).bfloat16() for i in (0, 1)}
+    only_down = ("*.self_attn.*", "*.up_proj", "*.gate_proj")
+    with pytest.raises(RecipeError, match=r"96 input features, which are no whole groups of 128 .*group_size: 32 "):
+        _decide(tmp_path / "a", tensors, Recipe(preset="int4", ignore=only_down))
+    with pytest.raises(
+        RecipeError, match=r"gate_proj has 8 input features, which are no whole groups of 16 .*like fp8"
+    ):
+        _decide(tmp_path / "b", tensors, Recipe(preset="nvfp4"))
+    found = _decide(tmp_path / "c", tensors, Recipe(preset="int4", group_size="auto", ignore=only_down))
+    quantized = [decision for decision in found.values() if decision.action == QUANTIZE]
+    assert {(decision.preset, decision.group_size) for decision in quantized} == {("int4", 32)}
+
+
+def test_layers_that_engines_fuse_need_one_preset(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"q_proj is fp8_dynamic but .*v_proj is fp8; .*give one preset to all of"):
+        _decide(tmp_path, decoder_tensors(), Recipe(overrides={"*.q_proj": "fp8_dynamic"}))
