@@ -94,7 +94,7 @@ def fake_quantizer(inputs: Quantizer, own: dict[str, Tensor]) -> FakeQuantize:
             return _through("nvfp4.modelopt.16", {"weight_scale_2": _nvfp4_scale(own)})
         case "mxfp4" | "mxfp8" as form, _:
             return _through(f"{form}.modelopt.32")
-    raise NotImplementedError(f"no way to judge {inputs.format} inputs by {inputs.granularity}")
+    raise AssertionError(f"no way to judge {inputs.format} inputs by {inputs.granularity}")
 
 
 def _nvfp4_scale(own: dict[str, Tensor]) -> Tensor:

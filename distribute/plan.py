@@ -191,7 +191,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> P
         outputs=outputs,
         decisions=sorted(decisions.values(), key=lambda decision: natural_key(decision.module)),
         dropped=list(dropped),
-        warnings=[*checkpoint.warnings, *_oversized(files, outputs, max_shard_bytes)],
+        warnings=[*checkpoint.warnings, *_oversized(files, outputs, max_shard_bytes), *_cut_blocks(outputs)],
         **_json_blocks(checkpoint, decisions, schemes, recipe),
     )
 
@@ -291,4 +291,16 @@ def _oversized(files: list[ShardFile], outputs: list[Output], limit: int) -> lis
         f"it gets a file of its own"
         for output in outputs
         if output.end - output.begin > limit
+    ]
+
+
+def _cut_blocks(outputs: list[Output]) -> list[str]:
+    """A warning when blocks are cut off at the edge of a weight: legal, but loaders want whole ones."""
+    scales = [output for output in outputs if output.codec.endswith(".block") and output.per > 1]
+    cut = sorted(scale.module for scale in scales if scale.rows % scale.per or scale.columns % scale.per)
+    if not cut:
+        return []
+    return [
+        f"{len(cut)} weights are no whole blocks of 128 x 128, for example {cut[0]}; vLLM 0.32 and transformers 5.23 "
+        "refuse such a checkpoint: fp8 and fp8_dynamic have no blocks"
     ]

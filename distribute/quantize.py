@@ -104,6 +104,10 @@ def write_plan(
     save_file({name: value.contiguous().clone() for name, value in values.items()}, folder / VALUES)
     write_json(folder / "fallbacks.json", fallbacks)
     write_json(folder / "solved.json", solved["layers"])
+    routed = dict(statistics.report.get("tokens_per_expert", {}))
+    for layer in solved["layers"].values():
+        routed |= {block: found["tokens"] for block, found in layer["coverage"].items()}
+    write_json(folder / "coverage.json", routed)
     plan.write(folder / "plan.json")
     warnings = [*statistics.report["warnings"], *solved["warnings"], *plan.warnings]
     return {

@@ -85,21 +85,9 @@ class Scheme(BaseModel):
         return self.algorithm.name in SOLVED
 
     @property
-    def needs_data(self) -> bool:
-        """Whether calibration text is needed."""
-        return self.static_inputs or self.is_solved
-
-    @property
     def smooths(self) -> bool:
         """Whether the algorithm moves range between inputs and weights."""
         return self.algorithm.name in ("smoothquant", "awq")
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits of one weight, scales of groups included; scales of whole rows and weights are left out."""
-        scale_bits = {"nvfp4": 8, "mxfp4": 8, "mxfp8": 8, "int4": 16}.get(self.weights.format, 0)
-        size = self.weights.group_size
-        return self.weights.bits + (scale_bits / size if size and self.weights.granularity == "group" else 0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ by the moments of each layer's own inputs. Folds are shared among ranks whole; a
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,8 @@ from distribute.encode import FOLD
 from distribute.folds import Fold
 from distribute.linear import Linear
 from distribute.moments import Moments
-from distribute.numerics.awq import ALPHAS as AWQ_ALPHAS
-from distribute.numerics.awq import relative_magnitudes, weight_scale
-from distribute.numerics.moments import output_error
-from distribute.numerics.search import first_least
-from distribute.numerics.smoothquant import ALPHAS, Smoothing, column_absmax, smoothed_weight, smoothing
+from distribute.numerics.awq import search_scale
+from distribute.numerics.smoothquant import Smoothing, column_absmax, search_alpha, smoothing
 from distribute.ranks import Ranks
 from distribute.reduce import united
 
@@ -99,45 +96,28 @@ def _of_consumer(linear: Linear, smoothing: Smoothing | None, *, kept: bool) -> 
 
 
 def _choose(linears: list[Linear]) -> Candidate:
-    """The candidate that errs least; a single one is not measured."""
-    candidates = list(_candidates(linears))
-    if len(candidates) == 1:
-        return candidates[0]
-    errors = torch.stack([sum((_error(linear, c) for linear in linears), torch.zeros(())) for c in candidates])
-    return candidates[first_least(errors)]
+    """The smoothing that errs least; one that is given is not measured."""
+    first, seen = linears[0], _distinct(linears)
+    weights, fakes = [linear.weight for linear in linears], [linear.fake for linear in linears]
+    if first.algorithm.name == "awq":
+        rows = sum(moments.rows for moments in seen)
+        mean = torch.stack([moments.mean * (moments.rows / rows) for moments in seen]).sum(dim=0)
+        scaled = search_scale(weights, mean, _seconds(linears), fakes, group=first.group)
+        return Candidate(scaled.alpha, scaled.smoothing(first.weight.dtype))
+    channels = torch.stack([moments.absmax for moments in seen]).amax(dim=0)
+    alpha, inputs = first.algorithm.alpha, first.scheme.inputs
+    if alpha != "search":
+        return Candidate(float(alpha), smoothing(channels, list(map(column_absmax, weights)), float(alpha)))
+    tokens = [linear.moments.rows for linear in linears if linear.moments is not None]
+    codes = INPUT_CODES.get(inputs.format) if inputs is not None else None
+    chosen = search_alpha(channels, weights, _seconds(linears), tokens, fakes, input_codes=codes)
+    return Candidate(chosen.alpha, chosen.smoothing)
 
 
-def _candidates(linears: list[Linear]) -> Iterator[Candidate]:
-    first = linears[0]
-    seen = _distinct(linears)
-    if first.algorithm.name == "smoothquant":
-        channels = torch.stack([moments.absmax for moments in seen]).amax(dim=0)
-        columns = [column_absmax(linear.weight) for linear in linears]
-        alpha = first.algorithm.alpha
-        for value in ALPHAS if alpha == "search" else (float(alpha),):
-            yield Candidate(value, smoothing(channels, columns, value))
-        return
-    rows = sum(moments.rows for moments in seen)
-    mean = torch.stack([moments.mean * (moments.rows / rows) for moments in seen]).sum(dim=0)
-    magnitudes = relative_magnitudes(torch.cat([linear.weight for linear in linears]), first.group)
-    for step in AWQ_ALPHAS:
-        yield Candidate(step, Smoothing(1.0 / weight_scale(mean, magnitudes, step), first.weight.dtype))
-
-
-def _error(linear: Linear, candidate: Candidate) -> Tensor:
-    """fp64 0-dim: of the outputs, with inputs that are coded too where SmoothQuant weighs the two.
-
-    Every rounding of an input counts as uniform and independent: step ** 2 / 12.
-    """
-    assert linear.moments is not None and linear.moments.second is not None
-    smooth = candidate.smoothing.smooth
-    coded = linear.fake(smoothed_weight(linear.weight, smooth))
-    error = output_error(coded / smooth - linear.weight.to(torch.float32), linear.moments.second)
-    inputs = linear.scheme.inputs
-    if linear.algorithm.name == "smoothquant" and inputs is not None and inputs.format in INPUT_CODES:
-        step = candidate.smoothing.input_absmax(linear.moments.absmax).double() / INPUT_CODES[inputs.format]
-        error = error + linear.moments.rows * step.square() / 12 * coded.square().sum(dtype=torch.float64)
-    return error.cpu()
+def _seconds(linears: Sequence[Linear]) -> list[Tensor]:
+    """Second moments of the inputs of each."""
+    found = [linear.moments.second for linear in linears if linear.moments is not None]
+    return [second for second in found if second is not None]
 
 
 def _distinct(linears: Sequence[Linear]) -> list[Moments]:

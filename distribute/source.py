@@ -151,11 +151,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that the output head is the input embedding."""
-    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-
-
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """(header object, byte offset of the data) of one safetensors file; SourceError when damaged or cut short."""
     size = path.stat().st_size

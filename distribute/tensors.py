@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from distribute.errors import SourceError, StageError
-from distribute.source import ITEMSIZE, Checkpoint, TensorEntry, read_entries
+from distribute.source import ITEMSIZE, Checkpoint, TensorEntry
 
 #: torch dtype by safetensors dtype name.
 DTYPES: dict[str, torch.dtype] = {
@@ -41,25 +40,6 @@ def read_entry(folder: Path, entry: TensorEntry, rows: range | None = None) -> t
     if not buffer:
         return torch.empty(shape, dtype=DTYPES[entry.dtype])
     return torch.frombuffer(buffer, dtype=DTYPES[entry.dtype]).reshape(shape)
-
-
-class TensorFile:
-    """One of our own safetensors files, of which single tensors or rows are read when they are due.
-
-    Raises:
-        StageError: the file is damaged.
-    """
-
-    def __init__(self, path: Path):
-        self._folder = path.parent
-        try:
-            self._entries = {entry.name: entry for entry in read_entries(path.parent, path.name)}
-        except SourceError as error:
-            raise StageError(f"{path} is damaged ({error}); remove its folder and run again") from None
-
-    def read(self, name: str, rows: range | None = None) -> torch.Tensor:
-        """As `read_tensor`."""
-        return read_entry(self._folder, self._entries[name], rows)
 
 
 def byte_range(entry: TensorEntry, rows: range | None) -> tuple[int, int, tuple[int, ...]]:

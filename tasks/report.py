@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from distribute.job import read_json, write_json
@@ -32,10 +33,11 @@ class Report:
 def report(run: Run, stages: Sequence[StageResult], receipt: dict[str, Any] | None) -> Report:
     """Write the run's folder and return what it says."""
     plan = read_json(quantize_step(run).folder / "plan.json")
+    coverage = read_json(quantize_step(run).folder / "coverage.json")
     verdict = read_json(verify_step(run).folder / "verify.json")
     summary = summarize(run, stages, receipt, plan=plan, verdict=verdict)
     worst = worst_tensors(verdict["tensors"])
-    markdown = make_markdown(summary, plan=plan, worst=worst)
+    markdown = make_markdown(summary, plan=plan, worst=worst, coverage=coverage)
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "report.md").write_text(markdown, encoding="utf-8")
     plot_sqnr(verdict["tensors"], run.folder / PLOT, title=f"{run.source.address}, {run.recipe.preset}")
@@ -85,8 +87,10 @@ def worst_tensors(tensors: Iterable[dict[str, Any]], count: int = WORST) -> list
     ]
 
 
-def make_markdown(summary: dict[str, Any], *, plan: dict[str, Any], worst: list[dict[str, Any]]) -> str:
-    """The whole report as Markdown."""
+def make_markdown(
+    summary: dict[str, Any], *, plan: dict[str, Any], worst: list[dict[str, Any]], coverage: dict[str, list[int]]
+) -> str:
+    """The whole report as Markdown. `coverage`: tokens of each expert by block."""
     recipe = summary["recipe"]
     published = summary["address"] or "not published"
     if summary["revision"]:
@@ -107,6 +111,7 @@ def make_markdown(summary: dict[str, Any], *, plan: dict[str, Any], worst: list[
         f"# {summary['model']}: {recipe['preset']}, {recipe['dialect']}",
         _table(facts),
         f"## What was quantized\n\n{_table(_decision_rows(plan['decisions']))}",
+        *([f"## Tokens of experts\n\n{_table(_coverage_rows(coverage))}"] if coverage else []),
         f"## Worst {len(worst)} tensors\n\n{_table(worst)}",
         f"## SQNR by layer\n\n![SQNR by layer]({PLOT})",
         f"## Stages\n\n{_table(stages)}",
@@ -117,13 +122,23 @@ def make_markdown(summary: dict[str, Any], *, plan: dict[str, Any], worst: list[
 
 
 def _decision_rows(decisions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for decision in decisions:
-        groups[decision["action"], decision["reason"]].append(decision["module"])
+        size = decision.get("group_size")
+        preset = f"{decision.get('preset', '')}{f', groups of {size}' if size else ''}"
+        groups[decision["action"], preset, decision["reason"]].append(decision["module"])
     return [
-        {"action": action, "why": reason, "modules": len(modules), "for example": modules[0]}
-        for (action, reason), modules in groups.items()
+        {"action": action, "preset": preset, "why": reason, "modules": len(modules), "for example": modules[0]}
+        for (action, preset, reason), modules in groups.items()
     ]
+
+
+def _coverage_rows(coverage: dict[str, list[int]]) -> list[dict[str, Any]]:
+    return [
+        {"block": block, "experts": len(tokens), "least": min(tokens), "median": median(tokens), "most": max(tokens),
+         "without any": tokens.count(0)}
+        for block, tokens in coverage.items()
+    ]  # fmt: skip
 
 
 def _stage_row(stage: StageResult) -> dict[str, Any]:

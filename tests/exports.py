@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from distribute import export, quantize
+from distribute.checks import check_folder
 from distribute.job import Job, Progress
 from distribute.numerics.observers import rows_absmax
 from distribute.plan import Plan, make_plan
@@ -31,7 +32,7 @@ def weight_absmax(source: Path, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def make_checkpoint(source: Path, folder: Path, recipe: dict[str, Any], statistics: Statistics) -> Path:
-    """Write `folder`/checkpoint and return it. Parameters of algorithms are taken from `folder`, if there are any."""
+    """Write `folder`/checkpoint, a sound one, and return it. Parameters of algorithms are taken from `folder`, if there are any."""
     folder.mkdir(exist_ok=True)
     statistics.write(folder)
     common = {
@@ -49,6 +50,8 @@ def make_checkpoint(source: Path, folder: Path, recipe: dict[str, Any], statisti
     plan = plan_of(source, recipe)
     quantize.write_plan(decide, plan, Checkpoint.open(source), {"layers": {}, "warnings": []}, progress)
     export.run(Job("export", **common, inputs={"plan": str(folder)}), ranks, progress)
+    faults = check_folder(folder / "checkpoint")
+    assert not any(faults.values()), faults
     return folder / "checkpoint"
 
 

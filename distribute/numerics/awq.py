@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distribute.numerics.codec import Ranges
 from distribute.numerics.moments import Fake, in_row_blocks, output_error
-from distribute.numerics.search import FakeInRanges, FakeUnder, best_ranges, first_least, split_groups
+from distribute.numerics.search import FakeInRanges, best_ranges, first_least, split_groups
 from distribute.numerics.smoothquant import Smoothing, smoothed_weight
 
 ALPHAS: tuple[float | None, ...] = (None, *(step / 10 for step in range(11)))
@@ -87,7 +87,7 @@ def scale_error(weight: Tensor, scale: Tensor, moments: Tensor, fake: Fake) -> T
 def search_scale(
     weights: Sequence[Tensor],
     input_mean: Tensor,
-    moments: Tensor,
+    moments: Sequence[Tensor],
     fakes: Sequence[Fake],
     *,
     group: int,
@@ -98,17 +98,15 @@ def search_scale(
     Args:
         weights: finite [out, in] each, in the model's dtype.
         input_mean: fp32 [in], the mean magnitude of each input feature.
-        moments: fp32 [in, in] of the inputs.
+        moments: fp32 [in, in] of the inputs of each: the experts of a block share a scale, but not their tokens.
         fakes: of each weight; called on whole scaled weights.
         group: columns that share a scale.
     """
     mean = relative_magnitudes(torch.cat(list(weights)), group)
     scales = [weight_scale(input_mean, mean, alpha) for alpha in alphas]
+    linears = list(zip(weights, moments, fakes, strict=True))
     errors = torch.stack(
-        [
-            torch.stack([scale_error(w, scale, moments, fake) for w, fake in zip(weights, fakes, strict=True)]).sum()
-            for scale in scales
-        ]
+        [torch.stack([scale_error(w, scale, m, fake) for w, m, fake in linears]).sum() for scale in scales]
     )
     best = first_least(errors)
     return Choice(alphas[best], scales[best], errors)
@@ -130,17 +128,6 @@ def clip(
         The ranges, and fp32 [n, groups]: the ratio chosen.
     """
     return best_ranges(rows, group, fake, lambda delta: in_row_blocks(_by_groups, delta, blocks), ratios)
-
-
-def clip_errors(
-    rows: Tensor, whole: Tensor, moments: Tensor, fake: FakeUnder, ratios: Sequence[float] = RATIOS
-) -> Tensor:
-    """fp64 [ratios]: the squared error of the outputs of rows [n, in] coded under each ratio of the whole absmax.
-
-    For formats with one scale a weight. Errors of slices of rows add up; the first least is to be taken.
-    """
-    values = rows.to(torch.float32)
-    return torch.stack([output_error(fake(rows, whole * ratio) - values, moments) for ratio in ratios])
 
 
 def _by_groups(delta: Tensor, blocks: Tensor) -> Tensor:

@@ -76,10 +76,15 @@ def symmetric_grid(ranges: Ranges, dtype: torch.dtype, bits: int) -> Grid:
 
 
 def asymmetric_grid(ranges: Ranges, dtype: torch.dtype, bits: int) -> Grid:
-    """compressed-tensors' scales and zero points; the zero point of a range of zero is 0."""
+    """compressed-tensors' scales and zero points; the zero point of a range of zero is 0.
+
+    A range wider than the largest number of `dtype`, whose scale is infinite in the reference, is divided first.
+    """
     least, most = limits(bits)
     low, high = ranges.low.clamp(max=0.0).to(dtype), ranges.high.clamp(min=0.0).to(dtype)
-    scale = (high - low) / torch.full_like(low, most - least)
+    steps = torch.full_like(low, most - least)
+    scale = (high - low) / steps
+    scale = torch.where(scale.isinf(), high / steps - low / steps, scale)
     zero = torch.where(scale == 0, 0.0, least - low / scale)
     return Grid(_positive(scale).to(torch.float32), zero.clamp_(least, most).round_().to(torch.int8), least, most)
 

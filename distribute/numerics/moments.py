@@ -47,11 +47,6 @@ def output_error(delta: Tensor, moments: Tensor) -> Tensor:
     return total
 
 
-def smoothed_moments(moments: Tensor, factor: Tensor) -> Tensor:
-    """The moments of inputs whose features are multiplied by `factor` fp32 [in]."""
-    return moments * factor[:, None] * factor
-
-
 def diagonal_blocks(moments: Tensor, group: int) -> Tensor:
     """[groups, group, group]: the moments within each group of input features."""
     blocks = moments.unflatten(1, (-1, group)).unflatten(0, (-1, group))

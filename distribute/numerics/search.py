@@ -91,16 +91,6 @@ def best_ranges(
     return Ranges(whole.low * chosen, whole.high * chosen), chosen
 
 
-def absmax_costs(rows: Tensor, whole: Tensor, fake: FakeUnder, multipliers: Sequence[float] = MULTIPLIERS) -> Tensor:
-    """Squared error of coding rows [n, in] under each multiple of the whole weight's absmax: fp64 [multipliers].
-
-    Costs of slices of rows add up; the best absmax is `whole` times the multiplier of the first least cost.
-    """
-    values = rows.to(torch.float32)
-    costs = [(fake(rows, whole * m) - values).square_().sum(dtype=torch.float64) for m in multipliers]
-    return torch.stack(costs)
-
-
 def first_least(costs: Tensor) -> int:
     """Index of the first of the least costs [n]; NaN is never the least.
 

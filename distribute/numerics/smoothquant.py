@@ -100,38 +100,42 @@ class Choice:
 def search_alpha(
     channels: Tensor,
     weights: Sequence[Tensor],
-    moments: Tensor,
-    tokens: int,
-    fake: Fake,
+    moments: Sequence[Tensor],
+    tokens: Sequence[int],
+    fakes: Sequence[Fake],
     *,
     alphas: Sequence[float] = ALPHAS,
-    input_codes: float = 127.0,
+    input_codes: float | None = 127.0,
 ) -> Choice:
     """The alpha with the least squared error of the outputs of linears that share an input.
 
     The error is that of the coded weights on the smoothed inputs, exact by their moments, and that of inputs coded
-    with a step of absmax / input_codes: as if every rounding were uniform and independent, step ** 2 / 12 an element.
+    with a step of absmax / input_codes (None: not coded): as if every rounding were uniform and independent,
+    step ** 2 / 12 an element.
 
     Args:
         channels: fp32 [in], absmax of each input feature.
         weights: [out, in] each, in the model's dtype.
-        moments: fp32 [in, in] of the inputs as they are, over so many `tokens`.
+        moments: fp32 [in, in] of the inputs of each as they are, over so many `tokens`.
+        fakes: of each weight; called on whole smoothed weights.
     """
     columns = [column_absmax(weight) for weight in weights]
     choices = [smoothing(channels, columns, alpha) for alpha in alphas]
+    linears = list(zip(weights, moments, tokens, fakes, strict=True))
     errors = []
     for choice in choices:
-        step = choice.input_absmax(channels).to(torch.float64) / input_codes
-        errors.append(_output_error(choice.smooth, weights, moments, tokens * step.square() / 12, fake))
+        step = (
+            choice.input_absmax(channels).to(torch.float64) / input_codes if input_codes else channels.new_zeros(())
+        )
+        noise = step.square() / 12
+        parts = [_output_error(choice.smooth, w, m, count * noise, fake) for w, m, count, fake in linears]
+        errors.append(torch.stack(parts).sum())
     best = first_least(torch.stack(errors))
     return Choice(alphas[best], choices[best], torch.stack(errors))
 
 
-def _output_error(smooth: Tensor, weights: Sequence[Tensor], moments: Tensor, noise: Tensor, fake: Fake) -> Tensor:
-    """fp64 0-dim: of smoothed weights that are coded, and of so much independent `noise` in each smoothed input."""
-    total = torch.zeros((), dtype=torch.float64, device=moments.device)
-    for weight in weights:
-        coded = fake(smoothed_weight(weight, smooth))
-        total += output_error(coded / smooth - weight.to(torch.float32), moments)
-        total += noise * coded.square().sum(dtype=torch.float64)
-    return total
+def _output_error(smooth: Tensor, weight: Tensor, moments: Tensor, noise: Tensor, fake: Fake) -> Tensor:
+    """fp64 0-dim: of a smoothed weight that is coded, and of so much independent `noise` in each smoothed input."""
+    coded = fake(smoothed_weight(weight, smooth))
+    error = output_error(coded / smooth - weight.to(torch.float32), moments)
+    return error + noise * coded.square().sum(dtype=torch.float64)

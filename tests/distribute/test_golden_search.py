@@ -112,7 +112,7 @@ def test_a_layer_alone_measures_the_errors_of_the_reference_and_one_of_its_best_
 ) -> None:
     chosen, (weight,) = _chosen("int4_awq"), _weights([leaf])
     mean, moments = inputs[leaf].abs().mean(0).float(), second_moments(inputs[leaf])
-    found = awq.search_scale([weight], mean, moments, [_nearest], group=GROUP)
+    found = awq.search_scale([weight], mean, [moments], [_nearest], group=GROUP)
     per_element = found.errors[1:] / (inputs[leaf].shape[0] * weight.shape[0])  # the first is no scaling: ours alone
     # the reference rounds outputs to bf16 before it compares them
     torch.testing.assert_close(per_element.float(), chosen[f"{LAYER}.{leaf}.loss"], rtol=0.05, atol=0)
@@ -129,7 +129,7 @@ def test_what_awq_finds_errs_hardly_more_than_what_the_reference_wrote(
 ) -> None:
     chosen, weights = _chosen("int4_awq"), _weights(leaves)
     mean, moments = inputs[leaves[0]].abs().mean(0).float(), second_moments(inputs[leaves[0]])
-    found = awq.search_scale(weights, mean, moments, [_nearest] * len(leaves), group=GROUP)
+    found = awq.search_scale(weights, mean, [moments] * len(leaves), [_nearest] * len(leaves), group=GROUP)
     # the reference averages what multiplies the inputs
     theirs = 1.0 / torch.stack([1.0 / chosen[f"{LAYER}.{leaf}.smooth"] for leaf in leaves]).mean(dim=0)
 

@@ -104,3 +104,12 @@ def test_a_thousand_ranks_share_a_large_model_evenly(tmp_path: Path) -> None:
     encode = spread(plan, 1000).summary()["encode"]
     assert encode["mean"] == sum(output.nbytes for output in plan.outputs) / 1000
     assert encode["busiest"] <= min(encode["mean"] + PIECE_BYTES / 2 + 1, 1.05 * encode["mean"])
+
+
+@pytest.mark.parametrize(("size", "warned"), [(128, 0), (136, 1)])
+def test_blocks_that_are_cut_off_are_warned_of(tmp_path: Path, size: int, warned: int) -> None:
+    tensors = decoder_tensors()
+    tensors |= {name: torch.zeros(size, 128).bfloat16() for name in tensors if name.endswith("_proj.weight")}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors))
+    warnings = make_plan(checkpoint, make_recipe({"preset": "fp8_block"}), 1 << 30).warnings
+    assert sum("no whole blocks of 128 x 128" in warning for warning in warnings) == warned

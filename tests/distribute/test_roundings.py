@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from distribute import coded
 from distribute.encode import PARAMETERS
 from distribute.linear import Linear
-from distribute.numerics import int4, int8, nvfp4_codec
 from distribute.roundings import shares
 from distribute.scheme import PRESETS
 from tests.distribute.test_solve import changes_of, distance, logits, model_with, plain_model, solved, subject_of
 from tests.toy_codec import ToyCodec
 
-CODECS: dict[str, Any] = {**int4.CODECS, **int8.CODECS, **nvfp4_codec.CODECS}
 GPTQ, AWQ = {"name": "gptq"}, {"name": "awq", "clip": True}
 
 
@@ -45,9 +42,7 @@ def test_every_format_is_solved_below_the_cost_of_nearest(
     recipe: dict[str, Any],
     tiny_model: Callable[..., Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coded, "find_codec", CODECS.__getitem__)
     folder = tiny_model("llama")
     subject = subject_of(folder, preset, dialect, **recipe)
     parameters, report = solved(subject, tmp_path)

@@ -56,7 +56,7 @@ def test_awq_scales(dtype: torch.dtype) -> None:
     mean = torch.stack([x.abs().mean(dim=0).float() for x in batches]).mean(dim=0)
     moments = sum(second_moments(x) for x in batches)
     fake = lambda rows: fake_int4(rows, group_ranges(rows, 128))  # noqa: E731
-    ours = search_scale([weight], mean, moments, [fake], group=128)
+    ours = search_scale([weight], mean, [moments], [fake], group=128)
     assert ours.alpha == pytest.approx(theirs.awq_lite.best_alpha)
     torch.testing.assert_close(ours.scale, theirs.awq_lite.best_scale, rtol=1e-6, atol=0)
     errors = torch.tensor(list(theirs.awq_lite.loss.values()))

@@ -33,16 +33,23 @@ def finished(make_run: Callable[..., Run]) -> Run:
         "files": [{"name": "model.safetensors", "size": 1200}],
         "decisions": [
             {"module": "lm_head", "action": "keep", "reason": "output head, left by default (*lm_head*)"},
-            {"module": "model.layers.0.mlp.up_proj", "action": "quantize", "reason": "linear layer"},
+            {
+                "module": "model.layers.0.mlp.up_proj",
+                "action": "quantize",
+                "reason": "linear layer",
+                "preset": "int4",
+                "group_size": 64,
+            },
         ],
     }
     exact = TENSORS[0] | {"name": "model.layers.0.mlp.zero.weight", "sqnr_db": None}
     verdict = {"ok": True, "checks": [], "files": [{}, {}], "tensors": [exact, *TENSORS]}
     for step, name, value in (
         (quantize_step(run), "plan.json", plan),
+        (quantize_step(run), "coverage.json", {"model.layers.0.mlp.experts": [7, 0, 3]}),
         (verify_step(run), "verify.json", verdict),
     ):
-        step.folder.mkdir(parents=True)
+        step.folder.mkdir(parents=True, exist_ok=True)
         (step.folder / name).write_text(json.dumps(value))
     return run
 
@@ -71,8 +78,8 @@ def test_the_report_tells_what_a_person_asks(finished: Run) -> None:
         "| source | org/model, 2 kB |",
         "| size against source | 60.0% |",
         "| published | s3://bucket/model |",
-        r"| keep | output head, left by default (\*lm_head\*) | 1 | lm_head |",
-        "| quantize | linear layer | 1 | model.layers.0.mlp.up_proj |",
+        r"| keep |  | output head, left by default (\*lm_head\*) | 1 | lm_head |",
+        "| quantize | int4, groups of 64 | linear layer | 1 | model.layers.0.mlp.up_proj |",
         "| model.layers.0.mlp.up_proj.weight | fp8 | 30.0 |",
         "| calibrate | 1.5 | 200 MB, 300 MB | reused; seconds and memory are of the run that made it |",
         "| export | 1.5 | 200 MB, 300 MB | built: first run |",
@@ -146,3 +153,9 @@ def test_warnings_of_built_and_reused_stages_are_told_once_a_run(
         assert [run_step(step(run)).reused for step in (calibrate_step, quantize_step)] == [reused, reused]
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert told == ["warning: few samples"]
+
+
+def test_presets_and_tokens_of_experts_are_told(finished: Run) -> None:
+    text = report(finished, stages(finished), None).markdown
+    assert "| quantize | int4, groups of 64 | linear layer | 1 |" in text
+    assert "| model.layers.0.mlp.experts | 3 | 0 | 3 | 7 | 1 |" in text

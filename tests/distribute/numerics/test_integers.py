@@ -117,3 +117,15 @@ def test_the_input_scale_is_a_127th_and_one_for_inputs_that_never_moved(absmax: 
     found = int8.modelopt_input_values(torch.tensor(absmax), torch.bfloat16)["input_scale"]
     assert (found.dtype, found.dim()) == (torch.float32, 0)
     assert found.item() == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_range_wider_than_its_dtype_has_finite_scales(dtype: torch.dtype) -> None:
+    rows = torch.zeros(8, 64, dtype=dtype)
+    rows[:, 0], rows[:, 1] = torch.finfo(dtype).max * 0.9, -torch.finfo(dtype).max * 0.9
+    codec = int4.CODECS["int4.compressed-tensors.64.asymmetric"]
+    values = codec.weight_values(rows.abs().max().float(), (8, 64), dtype)
+    stored = codec.encode(rows, values)
+    assert stored["weight_scale"].isfinite().all() and (stored["weight_scale"] > 0).all()
+    found = codec.decode(stored | values, 64)
+    assert torch.all((found / torch.finfo(dtype).max - rows.float() / torch.finfo(dtype).max).abs() < 0.1)

@@ -11,7 +11,6 @@ from distribute.numerics.codec import Ranges
 from distribute.numerics.search import (
     BINS,
     Histogram,
-    absmax_costs,
     fake_e4m3,
     fake_int8,
     first_least,
@@ -104,17 +103,6 @@ def test_both_ends_of_an_asymmetric_range_shrink_together() -> None:
     whole = group_ranges(rows, 64)
     assert torch.all((fake(rows, ranges) - rows).square().sum(1) <= (fake(rows, whole) - rows).square().sum(1))
     assert torch.equal(ranges.low, whole.low * chosen) and torch.equal(ranges.high, whole.high * chosen)
-
-
-def test_costs_of_a_whole_weight_add_up_over_slices() -> None:
-    rows = weights(50, 64, seed=4, dtype=torch.bfloat16)
-    rows[0, 0] = 30.0
-    whole = rows.abs().amax().float()
-    costs = absmax_costs(rows, whole, fake_int8)
-    parts = absmax_costs(rows[:13], whole, fake_int8) + absmax_costs(rows[13:], whole, fake_int8)
-    torch.testing.assert_close(parts, costs)
-    assert costs.dtype == torch.float64
-    assert first_least(costs) == first_least(parts)
 
 
 def test_the_first_of_equal_costs_is_taken_and_nan_never() -> None:

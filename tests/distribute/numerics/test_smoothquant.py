@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 def test_the_searched_alpha_is_close_to_the_best_that_running_the_layer_finds() -> None:
     x, both = outlier_inputs(), [weights(48, 64, seed=1), weights(16, 64, seed=2)]
     channels, columns = x.abs().amax(0), [column_absmax(weight) for weight in both]
-    choice = search_alpha(channels, both, second_moments(x), len(x), fake_rows)
+    choice = search_alpha(channels, both, [second_moments(x)] * 2, [len(x)] * 2, [fake_rows] * 2)
     measured = []
     for step in range(11):
         applied = smoothing(channels, columns, step / 10)
