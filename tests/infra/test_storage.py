@@ -308,7 +308,7 @@ def test_a_token_without_its_prefix_is_hidden_too() -> None:
 def test_log_handlers_scrub_records_of_any_library(caplog: pytest.LogCaptureFixture) -> None:
     caplog.handler.addFilter(redacting := SecretFilter())
     try:
-        logging.getLogger("some.library").warning("GET %s", "https://h/x?X-Amz-Signature=0a1b2c")
+        logging.getLogger("some.client").warning("GET %s", "https://h/x?X-Amz-Signature=0a1b2c")
     finally:
         caplog.handler.removeFilter(redacting)
     assert "0a1b2c" not in caplog.text
