@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-STAGES = ("calibrate", "quantize", "export", "verify")
+STAGES = ("sensitivity", "calibrate", "quantize", "export", "verify")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -50,6 +50,25 @@ def _known_preset(value: str) -> str:
     return value
 
 
+class Auto(BaseModel):
+    """Presets by budget: each group of layers gets the one that measurement finds worth its bits."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bits: float = Field(
+        gt=0, le=32, description="of a weight in the mean, scales included, over the layers that may be quantized"
+    )
+    presets: tuple[str, ...] = Field(
+        default=("nvfp4", "fp8"), description="candidates, beside the recipe's own preset"
+    )
+    keep: bool = Field(default=True, description="a group may also stay as it is")
+
+    @field_validator("presets")
+    @classmethod
+    def _presets_are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_known_preset, value))
+
+
 class Recipe(BaseModel):
     """A preset, a dialect, what differs from the preset and where, and what to leave alone."""
 
@@ -71,6 +90,7 @@ class Recipe(BaseModel):
     symmetric: bool | None = Field(default=None, description="of int4 groups; false: with zero points")
     kv_cache: Literal["fp8", "nvfp4"] | None = Field(default=None, description="format of the K/V cache")
     algorithm: Algorithm | None = Field(default=None, description="in place of the preset's own")
+    auto: Auto | None = Field(default=None, description="choose the presets by measurement, under a budget of bits")
 
     @field_validator("preset")
     @classmethod
@@ -120,7 +140,12 @@ class Recipe(BaseModel):
     @property
     def presets(self) -> tuple[str, ...]:
         """Every preset that this recipe may apply."""
-        return tuple(dict.fromkeys((self.preset, *self.overrides.values())))
+        return tuple(dict.fromkeys((*self.candidates, *self.overrides.values())))
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Presets of what no override names: one, or those that a measurement chooses from."""
+        return tuple(dict.fromkeys((self.preset, *(self.auto.presets if self.auto else ()))))
 
     @property
     def observes(self) -> bool:
@@ -136,7 +161,7 @@ class Recipe(BaseModel):
     @property
     def needs_data(self) -> bool:
         """Whether calibration text is needed."""
-        return self.observes or self.solves
+        return self.auto is not None or self.observes or self.solves
 
     def preset_of(self, module: str) -> str:
         """The preset of a module that is quantized."""

@@ -1,4 +1,4 @@
-"""The command line: `nogather run | plan | verify | publish | inspect | demo | demo-model | demo-text`.
+"""The command line: `nogather run | plan | sensitivity | verify | publish | inspect | demo | demo-model | demo-text`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 a stage or this program failed,
 2 the user has to change something, 130 Ctrl-C, 143 SIGTERM. Modules are imported by the commands that need
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distribute.errors import NogatherError, UserError
+from distribute.errors import NogatherError, RecipeError, UserError
 from infra.redact import scrub
 
 app = typer.Typer(
@@ -36,6 +36,16 @@ Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or org/name[
 Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Preset (fp8, fp8_dynamic) or YAML file.")]
 Dialect = Annotated[str | None, typer.Option(help="modelopt or compressed-tensors; default: as the recipe says.")]
+Nproc = Annotated[int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")]
+Calib = Annotated[str | None, typer.Option(help="Text: .txt, .jsonl, .parquet or hf://datasets/org/name.")]
+Samples = Annotated[int | None, typer.Option(help="Calibration samples; default 512.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens of each sample; default 512.")]
+BatchSize = Annotated[int | None, typer.Option(help="Samples computed at once; default 8.")]
+Seed = Annotated[int | None, typer.Option(help="Chooses the samples; default 0.")]
+Bits = Annotated[
+    float | None, typer.Option(help="Mean bits of a weight: choose the presets by measurement, under this budget.")
+]
+Code = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, like 5GB or 500MB.")]
 Workspace = Annotated[
     str | None,
@@ -70,21 +80,20 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
     recipe: RecipeName = "fp8",
     to: Annotated[str | None, typer.Option("--to", help="Folder, s3://bucket/prefix or hf://org/name.")] = None,
     dialect: Dialect = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")] = None,
-    calib: Annotated[str | None, typer.Option(help="Text: .txt, .jsonl, .parquet or hf://datasets/org/name.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration samples; default 512.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens of each sample; default 512.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples computed at once; default 8.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Chooses the samples; default 0.")] = None,
+    bits: Bits = None,
+    nproc: Nproc = None,
+    calib: Calib = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
     max_shard_size: ShardSize = "5GB",
     workspace: Workspace = None,
     overwrite: Overwrite = False,
     fail_on_unrouted_experts: Annotated[
         bool, typer.Option("--fail-on-unrouted-experts", help="Fail when an expert saw no calibration token.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    trust_remote_code: Code = False,
     direct: Annotated[bool, typer.Option("--direct", help="Run the same stages without Prefect.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done; as `plan`.")] = False,
     as_json: Json = False,
@@ -94,9 +103,9 @@ def run(  # noqa: PLR0913  the options of the command are its arguments
         from flows.parameters import make_parameters
 
         parameters = make_parameters(
-            model=model, recipe=recipe, dialect=dialect, target=to, overwrite=overwrite, calib=calib, samples=samples,
-            sequence_length=seq_len, batch_size=batch_size, seed=seed, nproc=nproc, max_shard_size=max_shard_size,
-            workspace=workspace, fail_on_unrouted_experts=fail_on_unrouted_experts,
+            model=model, recipe=recipe, dialect=dialect, bits=bits, target=to, overwrite=overwrite, calib=calib,
+            samples=samples, sequence_length=seq_len, batch_size=batch_size, seed=seed, nproc=nproc,
+            max_shard_size=max_shard_size, workspace=workspace, fail_on_unrouted_experts=fail_on_unrouted_experts,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         if dry_run:
@@ -130,6 +139,39 @@ def plan(
             model=model, recipe=recipe, dialect=dialect, max_shard_size=max_shard_size, workspace=workspace
         )
         _show_plan(parameters, as_json, ranks)
+
+
+@app.command()
+def sensitivity(  # noqa: PLR0913  the options of the command are its arguments
+    model: Model,
+    recipe: RecipeName = "fp8",
+    dialect: Dialect = None,
+    bits: Bits = None,
+    nproc: Nproc = None,
+    calib: Calib = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    workspace: Workspace = None,
+    trust_remote_code: Code = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what each preset loses in each group of layers, and write the recipe that a budget of bits chooses."""
+    with _errors_shown(as_json):
+        from flows.display import shown
+        from flows.parameters import make_parameters
+        from flows.pipeline import measure_sensitivity
+        from flows.tables import sensitivity_json, sensitivity_text
+
+        parameters = make_parameters(
+            model=model, recipe=recipe, dialect=dialect, bits=bits, calib=calib, samples=samples,
+            sequence_length=seq_len, batch_size=batch_size, seed=seed, nproc=nproc, workspace=workspace,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        with shown():
+            chosen = measure_sensitivity(parameters)
+        _print(sensitivity_json(chosen) if as_json else sensitivity_text(chosen))
 
 
 @app.command()
@@ -177,7 +219,7 @@ def inspect(folder: Folder, as_json: Json = False) -> None:
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Argument(help="Folder of everything that the demo makes.")] = Path("nogather-demo"),
-    nproc: Annotated[int | None, typer.Option(help="Ranks; default: one a GPU, else one a CPU core up to 2.")] = None,
+    nproc: Nproc = None,
     direct: Annotated[bool, typer.Option("--direct", help="Run the same stages without Prefect.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -286,6 +328,11 @@ def _show_plan(parameters: Any, as_json: bool, ranks: int | None = None) -> None
     from tasks.headers import fetch_headers
 
     recipe = parameters.load_recipe()
+    if recipe.auto:
+        raise RecipeError(
+            "presets under a budget of bits are chosen by measurement, not from headers; `nogather sensitivity` "
+            "measures and writes the recipe that follows, which can be planned"
+        )
     with shown():
         folder = fetch_headers(parameters.model, parameters.workspace_folder())
     made = make_plan(Checkpoint.open(folder), recipe, parse_size(parameters.max_shard_size))

@@ -27,6 +27,9 @@ class Parameters(BaseModel):
     dialect: Literal["recipe", "modelopt", "compressed-tensors"] = Field(
         default="recipe", description="names, scales and JSON of the checkpoint; recipe: as the recipe says"
     )
+    bits: float = Field(
+        default=0, ge=0, le=32, description="mean bits of a weight: choose the presets by measurement; 0: do not"
+    )
     target: str = Field(
         default="",
         description="where to publish: a folder, s3://bucket/prefix or hf://org/name; empty: nowhere",
@@ -72,12 +75,17 @@ class Parameters(BaseModel):
         return Path(self.workspace) if self.workspace else load_settings().workspace
 
     def load_recipe(self) -> Recipe:
-        """The recipe with the dialect on top.
+        """The recipe with the dialect and the budget on top.
 
         Raises:
             RecipeError: there is no such recipe, or it is wrong.
         """
-        return load_recipe(self.recipe, dialect=None if self.dialect == "recipe" else self.dialect)
+        dialect = None if self.dialect == "recipe" else self.dialect
+        recipe = load_recipe(self.recipe, dialect=dialect)
+        if not self.bits:
+            return recipe
+        known = recipe.auto.model_dump() if recipe.auto else {}
+        return load_recipe(self.recipe, dialect=dialect, auto=known | {"bits": self.bits})
 
 
 def make_parameters(**values: Any) -> Parameters:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distribute.errors import RecipeError
 from distribute.job import read_json
 from distribute.recipe import Recipe
 from distribute.sizes import parse_size
@@ -23,6 +24,8 @@ from tasks.preflight import check_run, check_workspace
 from tasks.quantize import quantize
 from tasks.report import Report, report
 from tasks.run import Calibration, Run, new_run_id
+from tasks.sensitivity import Chosen, choose_presets, sensitivity
+from tasks.stage import StageResult
 from tasks.upload import check_target, upload, upload_folder
 from tasks.verify import verify, verify_folder
 
@@ -37,16 +40,35 @@ def call_directly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run_pipeline(parameters: Parameters, call: Call = call_directly) -> Report:
-    """Calibrate, quantize, export, verify, upload, report.
+    """Measure where presets are to be chosen; calibrate, quantize, export, verify, upload, report.
 
     Raises:
         UserError: something has to be changed by the user; mostly before any rank has started.
         StageError: a stage failed for another reason. What was finished is kept and reused by the next run.
     """
     run = prepare(parameters, call)
-    stages = [call(stage, run) for stage in STAGES]
+    stages: list[StageResult] = []
+    if run.recipe.auto:
+        stages.append(call(sensitivity, run))
+        run = choose_presets(run, stages[0]).run
+    stages += [call(stage, run) for stage in STAGES]
     receipt = call(upload, run) if run.target else None
     return call(report, run, stages, receipt)
+
+
+def measure_sensitivity(parameters: Parameters, call: Call = call_directly) -> Chosen:
+    """What each preset loses in each group of layers, and the recipe that the budget chooses; nothing is quantized.
+
+    Raises:
+        RecipeError: the recipe has no budget, or one that cannot be met. Else as `run_pipeline`.
+    """
+    if parameters.load_recipe().auto is None:
+        raise RecipeError(
+            f"recipe {parameters.recipe} leaves nothing to choose; give a budget: --bits 5.0, or in a recipe file "
+            "auto: {bits: 5.0, presets: [nvfp4, fp8]}"
+        )
+    run = prepare(parameters, call)
+    return choose_presets(run, call(sensitivity, run))
 
 
 def prepare(parameters: Parameters, call: Call = call_directly) -> Run:

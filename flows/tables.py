@@ -4,13 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distribute.layers import KEEP
 from distribute.plan import Plan
 from distribute.sizes import format_size
 from distribute.source import Checkpoint, text_config
 from distribute.work import Spread
+
+if TYPE_CHECKING:  # it draws, and the library for that takes a second
+    from tasks.sensitivity import Chosen
 
 NAMED_KEYS = (
     "model_type",
@@ -115,3 +118,38 @@ def checkpoint_text(facts: dict[str, Any]) -> str:
     else:
         parts.append("not quantized")
     return "\n\n".join([*parts, *(f"warning: {warning}" for warning in facts["warnings"])])
+
+
+def sensitivity_json(chosen: "Chosen") -> dict[str, Any]:
+    """What was measured and chosen, for machines."""
+    return {
+        "recipe": chosen.run.recipe.model_dump(mode="json"),
+        "mean_bits": chosen.allocation.bits,
+        "error": chosen.allocation.error,
+        "groups": [
+            {"names": list(group.names), "weights": group.weights, "chosen": choice.preset,
+             "choices": {one.preset: {"bits": one.bits / group.weights, "error": one.error} for one in group.choices}}
+            for group, choice in zip(chosen.table.groups, chosen.allocation.choices, strict=True)
+        ],
+        "folder": str(chosen.run.folder),
+    }  # fmt: skip
+
+
+def sensitivity_text(chosen: "Chosen") -> str:
+    """`sensitivity_json` for people: a line a group with the error of each preset, the chosen one marked."""
+    presets = list(dict.fromkeys(choice.preset for group in chosen.table.groups for choice in group.choices))
+    rows = []
+    for group, picked in zip(chosen.table.groups, chosen.allocation.choices, strict=True):
+        errors = {choice.preset: f"{choice.error:.1e}" for choice in group.choices}
+        cells = [f"{errors.get(preset, '-')}{' *' if preset == picked.preset else '  '}" for preset in presets]
+        rows.append((group.names[0], len(group.names), *cells))
+    counts = ", ".join(f"{count} groups {preset}" for preset, count in chosen.counts.items())
+    return "\n".join(
+        [
+            align(("first layer of the group", "layers", *presets), rows),
+            "",
+            f"* chosen: {counts}; {chosen.allocation.bits:.3f} bits a weight in the mean",
+            f"recipe   {chosen.recipe_path}",
+            f"report   {chosen.report_path}",
+        ]
+    )

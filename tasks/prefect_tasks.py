@@ -34,6 +34,7 @@ from tasks.progress import State as Progress
 from tasks.progress import listening, tell
 from tasks.quantize import quantize
 from tasks.report import Report, report
+from tasks.sensitivity import sensitivity
 from tasks.upload import check_target, upload, upload_folder
 from tasks.verify import verify, verify_folder
 
@@ -77,6 +78,7 @@ TASKS: dict[Callable[..., Any], Task[..., Any]] = {
         for function in (
             check_workspace,
             check_run,
+            sensitivity,
             calibrate,
             quantize,
             export,

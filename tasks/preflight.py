@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+from distribute.auto import inquire, largest
 from distribute.errors import TargetError, WorkspaceError
 from distribute.plan import Plan, make_plan
 from distribute.sizes import format_size
@@ -86,8 +87,10 @@ def check_places(run: Run) -> None:
 
 
 def plan_run(run: Run) -> Plan:
-    """The plan that the quantize stage will make, from headers alone."""
-    return make_plan(Checkpoint.open(run.source.folder), run.recipe, run.max_shard_bytes)
+    """The plan that the quantize stage will make, from headers alone; of a budget, one that is as large."""
+    checkpoint = Checkpoint.open(run.source.folder)
+    recipe = largest(inquire(checkpoint, run.recipe)) if run.recipe.auto else run.recipe
+    return make_plan(checkpoint, recipe, run.max_shard_bytes)
 
 
 def check_space(folder: Path, checkpoint_bytes: int) -> None:

@@ -18,7 +18,7 @@ import distribute
 from tasks.run import DataFile, Run
 
 #: Raised when the meaning of a stage's files changes although its code digest might not.
-SCHEMA = {"calibrate": 1, "quantize": 1, "export": 1, "verify": 1}
+SCHEMA = {"sensitivity": 1, "calibrate": 1, "quantize": 1, "export": 1, "verify": 1}
 #: Libraries that compute or write what a stage leaves.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "jinja2")
 KEY_DIGITS = 20  # 80 bits of the sha256: short enough for a path

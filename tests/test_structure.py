@@ -22,6 +22,7 @@ MAX_LINES = 400
 #: What the flow process may import of distribute: none of it imports torch.
 TORCH_FREE = {
     "recipe", "job", "errors", "source", "layers", "plan", "dialects", "passthrough", "shards", "sizes", "swap", "work",
+    "auto", "allocation",
 }  # fmt: skip
 #: Of our own packages, what each may import.
 MAY_IMPORT = {
