@@ -158,10 +158,14 @@ def largest(inquiry: Inquiry) -> Recipe:
     """
     groups = []
     for question in inquiry.questions:
-        most = max(candidate.bits for candidate in question.candidates)
-        choices = tuple(Choice(c.preset, c.bits, float(most - c.bits)) for c in question.candidates)
+        choices = tuple(Choice(c.preset, c.bits, _expected(c.bits / question.weights)) for c in question.candidates)
         groups.append(Group(question.names, question.weights, choices))
     return choose(inquiry.recipe, Table(None, tuple(groups)))[0]
+
+
+def _expected(bits: float) -> float:
+    """Relative error of rounding to so many bits: one more halves the step, which quarters the noise."""
+    return float(4.0**-bits)
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
